@@ -1,5 +1,6 @@
-// The CUDA side of the core. Callable from plain C++; built only where NYBBLE_HAVE_CUDA is defined. Every function launches on the given stream,
-// allocates nothing, never synchronises and throws Error(kCuda) when a launch is refused. Pointers are device pointers unless said otherwise.
+// The CUDA side of the core. Callable from plain C++; built only where NYBBLE_HAVE_CUDA is defined. Every function launches on the given
+// stream, allocates nothing, never synchronises and throws Error(kCuda) when a launch is refused. Pointers are device pointers unless said
+// otherwise.
 #pragma once
 
 #include "nybble/format.h"
@@ -9,19 +10,21 @@ namespace nybble {
 
 using CudaStream = void*;  // a cudaStream_t; null is the legacy default stream
 
-int cuda_device_count();                       // 0 without a driver, never throws
-DeviceModel cuda_device_model(int ordinal);    // cached after the first call; thread safe
+int cuda_device_count();                     // 0 without a driver, never throws
+DeviceModel cuda_device_model(int ordinal);  // cached after the first call; thread safe
 
-// Runs a plan that plan_linear() made for this problem and device. args.workspace holds plan.workspace_bytes. Never called with a kDequant plan:
-// there the caller dequantises and multiplies with its own dense matmul.
+// Runs a plan that plan_linear() made for this problem and device. args.workspace holds plan.workspace_bytes. Never called with a kDequant
+// plan: there the caller dequantises and multiplies with its own dense matmul.
 void linear_cuda(const LinearPlan& plan, const LinearProblem& problem, const LinearArgs& args, CudaStream stream);
 
 // The whole weight, [n][k] in dtype. Any block size, any address, nested or plain.
 void dequantize_4bit_cuda(const Nf4Weight& weight, DType dtype, void* out, CudaStream stream);
 
 // Twins of the functions of format.h, bit-identical with bitsandbytes' CUDA backend.
-void quantize_4bit_cuda(const void* x, DType dtype, int64_t n, int block_size, QuantType type, uint8_t* packed, float* absmax, CudaStream stream);
-void absmax_mean_cuda(const float* absmax, int64_t blocks, double* workspace, float* mean, CudaStream stream);  // workspace: [ceil(blocks / 256)]
+void quantize_4bit_cuda(const void* x, DType dtype, int64_t n, int block_size, QuantType type, uint8_t* packed, float* absmax,
+                        CudaStream stream);
+void absmax_mean_cuda(const float* absmax, int64_t blocks, double* workspace, float* mean,
+                      CudaStream stream);  // workspace: [ceil(blocks / 256)]
 void quantize_scales_cuda(const float* absmax, int64_t blocks, const float* offset, const float* nested_code, uint8_t* codes,
                           float* nested_absmax, CudaStream stream);
 

@@ -34,11 +34,11 @@ constexpr int64_t packed_bytes(int64_t n) { return (n + 1) / 2; }
 // fl32(fl32(nested_code[absmax_codes[b]] * nested_absmax[b / 256]) + offset), two roundings, no FMA.
 // state_round: bitsandbytes keeps de-nested scales in state2.dtype; when that is 16 bit both roundings go through it.
 struct Scales {
-  const float* absmax = nullptr;           // [blocks], plain scales; null when nested
-  const uint8_t* absmax_codes = nullptr;   // [blocks], nested scales; null when plain
-  const float* nested_absmax = nullptr;    // [ceil(blocks / 256)]
-  const float* nested_code = nullptr;      // [256]
-  const float* offset = nullptr;           // [1], same device as the rest
+  const float* absmax = nullptr;          // [blocks], plain scales; null when nested
+  const uint8_t* absmax_codes = nullptr;  // [blocks], nested scales; null when plain
+  const float* nested_absmax = nullptr;   // [ceil(blocks / 256)]
+  const float* nested_code = nullptr;     // [256]
+  const float* offset = nullptr;          // [1], same device as the rest
   DType nested_dtype = DType::kFloat32;
   bool nested() const { return absmax_codes != nullptr; }
 };
@@ -56,10 +56,10 @@ struct Nf4Weight {
 
 // What quantize() fills; sizes as in Scales. nested_absmax, nested: null for plain scales.
 struct QuantizedOut {
-  uint8_t* packed = nullptr;         // [packed_bytes(n)]
-  float* absmax = nullptr;           // [blocks]; always written (also the nested case's intermediate)
-  uint8_t* absmax_codes = nullptr;   // [blocks], nested only
-  float* nested_absmax = nullptr;    // [ceil(blocks / 256)], nested only
+  uint8_t* packed = nullptr;        // [packed_bytes(n)]
+  float* absmax = nullptr;          // [blocks]; always written (also the nested case's intermediate)
+  uint8_t* absmax_codes = nullptr;  // [blocks], nested only
+  float* nested_absmax = nullptr;   // [ceil(blocks / 256)], nested only
 };
 
 // 1/x as the GPU's rcp.approx.ftz.f32 gives it. kTable needs set_reciprocal_table(); kIeee is the correctly rounded 1/x (what the

@@ -31,8 +31,8 @@ struct LinearProblem {
   bool bias = false;
   bool batch_invariant = false;
   LinearMode mode = LinearMode::kAuto;
-  int64_t x_row_stride = 0;     // elements between rows of the activation operand; its rows are contiguous
-  int32_t x_alignment = 256;    // largest power of two, at most 256, that divides the address of the activation operand
+  int64_t x_row_stride = 0;        // elements between rows of the activation operand; its rows are contiguous
+  int32_t x_alignment = 256;       // largest power of two, at most 256, that divides the address of the activation operand
   int32_t packed_alignment = 256;  // the same for packed
   int32_t scales_alignment = 256;  // the least of absmax / absmax_codes / nested_absmax
 };
@@ -72,11 +72,11 @@ std::string supports_fused(const LinearProblem& problem, const DeviceModel& devi
 // Operands of one launch. in: x (forward) or grad_y (grad input); out: y or grad_x, contiguous [m][n] or [m][k], dtype of the problem.
 struct LinearArgs {
   const void* in = nullptr;
-  int64_t in_row_stride = 0;   // elements
+  int64_t in_row_stride = 0;  // elements
   Nf4Weight weight;
   const void* bias = nullptr;  // [n], dtype of the problem; forward only
   void* out = nullptr;
-  void* workspace = nullptr;   // plan.workspace_bytes, 256-byte aligned
+  void* workspace = nullptr;  // plan.workspace_bytes, 256-byte aligned
 };
 
 // CPU, panel by panel: never more than 32 MiB of dense W per thread team. Accumulates in fp32.

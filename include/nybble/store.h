@@ -18,7 +18,7 @@ namespace nybble {
 // One tensor of a safetensors file: a view into the mapped file.
 struct TensorView {
   std::string name;
-  std::string dtype;            // safetensors' spelling: "BF16", "F16", "F32", "U8", ...
+  std::string dtype;  // safetensors' spelling: "BF16", "F16", "F32", "U8", ...
   std::vector<int64_t> shape;
   std::span<const std::byte> bytes;
 };

@@ -11,7 +11,8 @@ namespace nybble {
 constexpr int64_t kNobody = -1;
 
 // Checks before every launch that each pointer of a weight lies in a slot that weight `uid` owns (DESIGN S3).
-// Pointers outside every registered slot are an error of their own ("left the ring"). Throws kStaleWeight. Thread safe, lock free to readers.
+// Pointers outside every registered slot are an error of their own ("left the ring"). Throws kStaleWeight. Thread safe, lock free to
+// readers.
 void verify_owner(int64_t uid, const void* const* pointers, int count);
 
 }  // namespace nybble

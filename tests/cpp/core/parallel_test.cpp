@@ -29,9 +29,15 @@ TEST_P(ParallelFor, VisitsEveryIndexOnce) {
 }
 
 TEST_P(ParallelFor, RethrowsAndStaysUsable) {
-  EXPECT_THROW(parallel_for(1000, 1, [](int64_t begin, int64_t) { if (begin == 500) throw std::runtime_error("500"); }), std::runtime_error);
+  EXPECT_THROW(parallel_for(1000, 1,
+                            [](int64_t begin, int64_t) {
+                              if (begin == 500) throw std::runtime_error("500");
+                            }),
+               std::runtime_error);
   std::atomic<int64_t> sum = 0;
-  parallel_for(100, 3, [&](int64_t begin, int64_t end) { for (int64_t i = begin; i < end; i++) sum += i; });
+  parallel_for(100, 3, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) sum += i;
+  });
   EXPECT_EQ(sum, 4950);
 }
 

@@ -1,0 +1,64 @@
+# Every target does its own set-up. On a machine without network (a GPU node): NYBBLE_PYTHON=python3 make gpu-test
+# uses that interpreter and the build folder NYBBLE_BUILD_DIR as they are: no apt, no pip, no compiler.
+.PHONY: demo test lint bench sanitize gpu-test wheel build setup clean format
+.DEFAULT_GOAL := test
+
+CUDA ?= AUTO
+CUDA_TARGETS ?= 80;90a
+JOBS ?= $(shell nproc)
+
+ifdef NYBBLE_PYTHON
+  PYTHON := $(NYBBLE_PYTHON)
+  NYBBLE_BUILD_DIR ?= build/dev
+  SETUP := true
+  BUILD := tools/check_offline.sh "$(PYTHON)" "$(NYBBLE_BUILD_DIR)"
+  DEMO_SETUP := true
+else
+  PYTHON := .venv/bin/python
+  NYBBLE_BUILD_DIR := build/dev
+  SETUP := NYBBLE_CUDA=$(CUDA) tools/setup.sh core python
+  DEMO_SETUP := tools/setup.sh demo
+  BUILD := cmake -S . -B $(NYBBLE_BUILD_DIR) -G Ninja -DNYBBLE_PYTHON=$(PYTHON) -DNYBBLE_TORCH=ON -DNYBBLE_CUDA=$(CUDA) \
+           -DNYBBLE_CUDA_TARGETS="$(CUDA_TARGETS)" > build/configure.log 2>&1 || { cat build/configure.log; exit 1; }; \
+           grep '^-- Nybble' build/configure.log; cmake --build $(NYBBLE_BUILD_DIR) -j $(JOBS)
+endif
+
+RUN := PYTHONPATH=python NYBBLE_BUILD_DIR=$(abspath $(NYBBLE_BUILD_DIR)) HF_HUB_OFFLINE=1 $(PYTHON)
+PYTEST := $(RUN) -m pytest -q --timeout=600
+
+setup:
+	@$(SETUP)
+
+build: setup
+	@$(BUILD)
+
+test: build
+	ctest --test-dir $(NYBBLE_BUILD_DIR) --output-on-failure -j $(JOBS) --timeout 600
+	$(PYTEST) tests/python
+
+demo: build
+	@$(DEMO_SETUP)
+	@$(RUN) -m nybble.demo
+
+lint: setup
+	@$(if $(NYBBLE_PYTHON),true,tools/setup.sh lint)
+	@tools/lint.sh $(PYTHON)
+
+format: setup
+	@tools/lint.sh $(PYTHON) --fix
+
+bench: build
+	$(RUN) benchmarks/harness/run_all.py
+
+gpu-test: build
+	NYBBLE_REQUIRE_GPU=1 tools/gpu_test.sh "$(PYTHON)" "$(abspath $(NYBBLE_BUILD_DIR))"
+
+sanitize:
+	@tools/setup.sh core sanitize
+	@tools/sanitize.sh
+
+wheel: setup
+	$(PYTHON) -m uv build --wheel --no-build-isolation --python $(PYTHON) -o dist .
+
+clean:
+	rm -rf build dist
