@@ -25,8 +25,6 @@ if(NOT NYBBLE_CUDA STREQUAL "OFF")
   if(CMAKE_CUDA_COMPILER)
     enable_language(CUDA)
     set(NYBBLE_HAVE_CUDA ON)
-    set(CMAKE_CUDA_STANDARD 20)
-    set(CMAKE_CUDA_STANDARD_REQUIRED ON)
     set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
   elseif(NYBBLE_CUDA STREQUAL "ON")
     message(FATAL_ERROR "NYBBLE_CUDA=ON, but no nvcc on PATH, in CUDACXX or in ${NYBBLE_PYTHON}'s packages. "
@@ -68,10 +66,11 @@ function(nybble_cuda_sources)
     return()
   endif()
   set(library nybble_cuda_${ARG_FAMILY})
+  # -std by hand: CMake 3.25 does not know that nvcc 13 takes C++20.
   if(NOT TARGET ${library})
     add_library(${library} OBJECT)
     nybble_gencode(${ARG_FAMILY} gencode)
-    target_compile_options(${library} PRIVATE ${gencode} -lineinfo "-Xcompiler=-Wall,-fno-gnu-unique" -Xcudafe --diag_suppress=177
+    target_compile_options(${library} PRIVATE ${gencode} -std=c++20 -lineinfo "-Xcompiler=-Wall,-fno-gnu-unique" -Xcudafe --diag_suppress=177
                            --expt-relaxed-constexpr)
     target_include_directories(${library} PRIVATE "${CMAKE_SOURCE_DIR}/include" "${CMAKE_SOURCE_DIR}/src")
     set_property(GLOBAL APPEND PROPERTY NYBBLE_CUDA_LIBRARIES ${library})
