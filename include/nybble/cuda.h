@@ -17,8 +17,11 @@ DeviceModel cuda_device_model(int ordinal);  // cached after the first call; thr
 // plan: there the caller dequantises and multiplies with its own dense matmul.
 void linear_cuda(const LinearPlan& plan, const LinearProblem& problem, const LinearArgs& args, CudaStream stream);
 
-// The whole weight, [n][k] in dtype. Any block size, any address, nested or plain.
-void dequantize_4bit_cuda(const Nf4Weight& weight, DType dtype, void* out, CudaStream stream);
+// out[0 .. count) = weights [first, first + count) of the flattened weight in dtype (the whole weight: 0, n * k). Any first, any block size,
+// any address, nested or plain. Twin of dequantize_4bit() of format.h, so that callers can work in panels.
+void dequantize_4bit_cuda(const Nf4Weight& weight, DType dtype, int64_t first, int64_t count, void* out, CudaStream stream);
+// True while the stream records into a CUDA graph, whose replays skip host checks.
+bool cuda_stream_is_capturing(CudaStream stream);
 
 // Twins of the functions of format.h, bit-identical with bitsandbytes' CUDA backend.
 void quantize_4bit_cuda(const void* x, DType dtype, int64_t n, int block_size, QuantType type, uint8_t* packed, float* absmax,
