@@ -10,8 +10,8 @@ namespace nybble {
 
 using CudaStream = void*;  // a cudaStream_t; null is the legacy default stream
 
-int cuda_device_count();                     // 0 without a driver, never throws
-DeviceModel cuda_device_model(int ordinal);  // cached after the first call; thread safe
+int cuda_device_count();                            // 0 without a driver, never throws
+const DeviceModel& cuda_device_model(int ordinal);  // read once, thread safe; throws kValue without such a device
 
 // Runs a plan that plan_linear() made for this problem and device. args.workspace holds plan.workspace_bytes. Never called with a kDequant
 // plan: there the caller dequantises and multiplies with its own dense matmul.

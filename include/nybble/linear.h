@@ -31,7 +31,7 @@ struct LinearProblem {
   bool bias = false;
   bool batch_invariant = false;
   LinearMode mode = LinearMode::kAuto;
-  int64_t x_row_stride = 0;        // elements between rows of the activation operand; its rows are contiguous
+  int64_t x_row_stride = 0;        // elements between rows of the activation operand, 0: contiguous; each row is contiguous
   int32_t x_alignment = 256;       // largest power of two, at most 256, that divides the address of the activation operand
   int32_t packed_alignment = 256;  // the same for packed
   int32_t scales_alignment = 256;  // the least of absmax / absmax_codes / nested_absmax
@@ -56,14 +56,16 @@ struct LinearPlan {
   int64_t workspace_bytes = 0;   // the caller passes this much device memory, 256-byte aligned
   bool batch_invariant = false;  // a row's bits do not depend on m
   bool measured = false;         // the thresholds behind this choice come from a record for this device
+  uint64_t tune_hash = 0;        // of the tune table that was consulted, 0: none
   std::string reason;            // why this path; for kDequant, why not a fused one
 };
 std::string to_string(const LinearPlan& plan);
 
-// Choices that a user measured on one card (nybble tune). Empty: the built-in thresholds. hash() is printed with every plan.
+// Choices that a user measured on one card, see tune.h. Null or empty: the built-in thresholds.
 class TuneTable;
 
 // Pure and host-only. Throws kValue for a problem no path can take and kUnsupported when mode asks for a path that is not available.
+// Path kNone: the output is empty, launch nothing.
 LinearPlan plan_linear(const LinearProblem& problem, const DeviceModel& device, const TuneTable* tune = nullptr);
 
 // Empty when a fused path takes the problem on this device, otherwise the reason in words a user understands.

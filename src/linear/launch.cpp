@@ -1,0 +1,53 @@
+// The CUDA entry of the multiply: what a device is, and which kernel a plan means.
+#include <array>
+#include <mutex>
+
+#include "core/cuda_check.h"
+#include "nybble/cuda.h"
+#include "nybble/error.h"
+
+namespace nybble {
+namespace {
+
+constexpr int kMaxDevices = 64;
+
+DeviceModel read_model(int ordinal) {
+  const int count = cuda_device_count();
+  if (ordinal >= count) fail(ErrorKind::kValue, "CUDA device ", ordinal, ", found ", count, count == 1 ? " device" : " devices");
+  DeviceModel model;
+  cudaDeviceProp properties;
+  check(cudaGetDeviceProperties(&properties, ordinal));
+  model.name = properties.name;
+  model.sm = properties.major * 10 + properties.minor;
+  model.sm_count = properties.multiProcessorCount;
+  model.l2_bytes = properties.l2CacheSize;
+  model.smem_per_block_bytes = static_cast<int64_t>(properties.sharedMemPerBlockOptin);
+  return model;
+}
+
+}  // namespace
+
+int cuda_device_count() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  return count;
+}
+
+const DeviceModel& cuda_device_model(int ordinal) {
+  static std::array<std::once_flag, kMaxDevices> once;
+  static std::array<DeviceModel, kMaxDevices> models;
+  if (ordinal < 0 || ordinal >= kMaxDevices) fail(ErrorKind::kValue, "CUDA device ", ordinal, ", expected 0 to ", kMaxDevices - 1);
+  std::call_once(once[ordinal], [ordinal] { models[ordinal] = read_model(ordinal); });
+  return models[ordinal];
+}
+
+void linear_cuda(const LinearPlan& plan, const LinearProblem& problem, const LinearArgs& args, CudaStream stream) {
+  (void)problem, (void)args, (void)stream;
+  if (plan.path == LinearPath::kNone) return;
+  fail(ErrorKind::kUnsupported, "a plan for the path ", name(plan.path), " given to linear_cuda, which runs fused CUDA paths only");
+}
+
+}  // namespace nybble
