@@ -74,7 +74,7 @@ std::string supports_fused(const LinearProblem& problem, const DeviceModel& devi
 // Operands of one launch. in: x (forward) or grad_y (grad input); out: y or grad_x, contiguous [m][n] or [m][k], dtype of the problem.
 struct LinearArgs {
   const void* in = nullptr;
-  int64_t in_row_stride = 0;  // elements
+  int64_t in_row_stride = 0;  // elements, 0: contiguous
   Nf4Weight weight;
   const void* bias = nullptr;  // [n], dtype of the problem; forward only
   void* out = nullptr;
