@@ -1,0 +1,10 @@
+#include "core/build_info.h"
+
+#include "core/build_config.h"
+
+namespace nybble {
+
+const char* version() { return NYBBLE_VERSION; }
+const char* build_info_json() { return NYBBLE_BUILD_INFO; }
+
+}  // namespace nybble
