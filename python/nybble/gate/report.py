@@ -1,0 +1,119 @@
+"""What every gate prints: its verdict with reasons, and the same as JSON."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+from nybble.gate.runner import Report, Result, Role, Verdict
+
+MEANING = {
+    Verdict.OK: "ok: the product is right, and every control failed as predicted",
+    Verdict.PRODUCT_WRONG: "PRODUCT WRONG",
+    Verdict.CONTROL_DID_NOT_FAIL: "VACUOUS: a control did not behave as predicted, so a right product proves nothing",
+    Verdict.NO_VERDICT: "NO VERDICT: nothing was compared, or the numbers cannot be trusted",
+}
+
+
+def pattern(wrong: frozenset[int], parts: int) -> str:
+    """One character a part: X wrong, . right."""
+    return "".join("X" if part in wrong else "." for part in range(parts))
+
+
+def shown(result: Result, parts: int) -> str:
+    """A cell's backward in one word."""
+    if result.raised is not None:
+        return "raises" if result.stale else "ERROR"
+    return pattern(result.backward_wrong, parts)
+
+
+def reasons(report: Report, parts: int) -> list[str]:
+    """Every line that explains a verdict other than ok."""
+    lines = list(report.faults)
+    if report.soundness_only and not all(r.as_expected for r in report.results):
+        lines.append("the harness is unsound: an arm differs although nothing was recycled")
+    if not report.results:
+        lines.append("no arm ran in any cell")
+    elif not any(r.role == Role.PRODUCT.value for r in report.results):
+        lines.append("no product arm ran")
+    elif not report.soundness_only and not any(r.expected.wrong or r.expected.stale for r in report.results):
+        lines.append("no control arm ran in a cell in which it must fail")
+    for result in report.results:
+        where = f"{result.arm} | {result.cell}"
+        lines += [f"{where}: {fault}" for fault in result.faults]
+        if not result.as_expected:
+            want = "raises" if result.expected.stale else pattern(result.expected.wrong, parts)
+            error = f" ({result.raised})" if result.raised else ""
+            forward = f", forward {pattern(result.forward_wrong, parts)}" if result.forward_wrong else ""
+            lines.append(f"{where}: backward {shown(result, parts)}, expected {want}{forward}{error}")
+    lines += [f"{claim.text}: {claim.found}" for claim in report.claims if not claim.holds]
+    return lines
+
+
+def verdict_lines(report: Report, parts: int) -> list[str]:
+    """The end of every gate's printout: counts by direction, arms left out, the verdict and why."""
+    compared = [r for r in report.results if r.raised is None]
+    forward = sum(r.forward_compared for r in compared), sum(len(r.forward_wrong) for r in compared)
+    backward = sum(r.backward_compared for r in compared), sum(len(r.backward_wrong) for r in compared)
+    ended = len(report.results) - len(compared)
+    lines = [
+        f"forward:  {forward[0]} tensors compared, {forward[1]} layers differ",
+        f"backward: {backward[0]} tensors compared, {backward[1]} layers differ, {ended} runs ended by an error",
+    ]
+    lines += [f"not run: {arm} ({why})" for arm, why in report.not_run.items()]
+    lines += [f"  {reason}" for reason in reasons(report, parts)]
+    meaning = MEANING[report.verdict]
+    if report.soundness_only and report.verdict is Verdict.OK:
+        meaning = "sound: with nothing recycled every arm is exact (this says nothing about the product)"
+    lines.append(f"{report.gate}: {meaning} (exit {int(report.verdict)}, {report.seconds:.1f} s)")
+    return lines
+
+
+def machine() -> dict[str, Any]:
+    """Where a report was made."""
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu": platform.processor() or platform.machine(),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def as_json(report: Report, parts: int) -> dict[str, Any]:
+    """The whole report as plain data."""
+    return {
+        "gate": report.gate,
+        "question": report.question,
+        "verdict": int(report.verdict),
+        "meaning": MEANING[report.verdict],
+        "reasons": reasons(report, parts),
+        "not_run": report.not_run,
+        "machine": machine(),
+        "seconds": report.seconds,
+        "claims": [{"claim": c.text, "holds": c.holds, "found": c.found} for c in report.claims],
+        "results": [_result_json(result, parts) for result in report.results],
+    }
+
+
+def _result_json(result: Result, parts: int) -> dict[str, Any]:
+    return {
+        "arm": result.arm,
+        "role": result.role,
+        "cell": result.cell,
+        "forward": {"compared": result.forward_compared, "wrong": sorted(result.forward_wrong)},
+        "backward": {
+            "compared": result.backward_compared,
+            "wrong": sorted(result.backward_wrong),
+            "largest_difference": [None if d == float("inf") else d for d in result.backward_difference],
+        },
+        "shown": shown(result, parts),
+        "expected": "raises" if result.expected.stale else pattern(result.expected.wrong, parts),
+        "as_expected": result.as_expected,
+        "raised": result.raised,
+        "launches": result.launches,
+        "faults": result.faults,
+    }

@@ -1,0 +1,278 @@
+"""Runs a gate: every arm in every cell, against a reference of its own numerics, in one process, interleaved.
+
+A gate is a claim ("streamed gradients equal resident ones") with the ways to lose it. The runner gives no verdict,
+rather than a green one, when the reference does not equal itself, when nothing was compared, when a tensor that must
+not be zero is zero, or when the code path under test did not run; and it calls a gate vacuous when a control does not
+fail as predicted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import Any, Protocol
+
+import torch
+
+
+class Verdict(IntEnum):
+    """The exit code of a gate."""
+
+    OK = 0
+    PRODUCT_WRONG = 1
+    CONTROL_DID_NOT_FAIL = 2
+    NO_VERDICT = 3
+
+
+class Role(Enum):
+    """What an arm's failure means."""
+
+    PRODUCT = "product"  # what is being proved
+    NATIVE = "native"  # known to be right: if it is wrong, so is the harness
+    CONTROL = "control"  # known to be wrong in a known pattern
+
+
+@dataclass
+class Outcome:
+    """What one arm did in one cell, or what its reference did.
+
+    forward, backward: tensors by part (for a stack: by layer) and name, compared bit for bit.
+    nonzero: tensors of which each must have a non-zero element, else the comparison means nothing.
+    launches: C++ path counters that moved, as {"cpu.forward": 16, ...}; None when the arm runs no counted op.
+    raised: text of the error that ended the run; stale: that error was the check that the gate is about.
+    """
+
+    forward: list[dict[str, torch.Tensor]]
+    backward: list[dict[str, torch.Tensor]]
+    nonzero: list[torch.Tensor] = field(default_factory=list)
+    launches: dict[str, int] | None = None
+    raised: str | None = None
+    stale: bool = False
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """The prediction for one arm in one cell.
+
+    wrong: parts whose backward differs (forward never does); stale: the check under test must raise instead.
+    launches: {"forward": n, "grad_input": m}, over all paths; None where nothing is counted.
+    """
+
+    wrong: frozenset[int] = frozenset()
+    stale: bool = False
+    launches: dict[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim about the product that is no comparison of tensors, and whether it held."""
+
+    text: str
+    holds: bool
+    found: str
+
+
+class Gate(Protocol):
+    """One gate. `arms` have .name, .role and .not_run (None, or why the arm is left out); `cells` have .name."""
+
+    name: str
+    question: str
+    arms: Sequence[Any]
+    cells: Sequence[Any]
+    parts: int  # per outcome: number of layers
+    soundness_only: (
+        bool  # the cells take away what the gate is about: every arm must be right, else the harness is unsound
+    )
+
+    def runs(self, arm: Any, cell: Any) -> bool: ...
+    def reference_key(self, arm: Any, cell: Any) -> Hashable: ...
+    def reference(self, arm: Any, cell: Any) -> Outcome: ...
+    def measure(self, arm: Any, cell: Any) -> Outcome: ...
+    def expected(self, arm: Any, cell: Any) -> Expectation: ...
+    def claims(self) -> list[Claim]: ...
+
+
+@dataclass
+class Result:
+    """One arm in one cell, compared. Differences: max |a - b| by part, 0.0 for equal bits, inf for NaN."""
+
+    arm: str
+    role: str
+    cell: str
+    forward_difference: list[float]
+    backward_difference: list[float]
+    forward_compared: int
+    backward_compared: int
+    raised: str | None
+    stale: bool
+    expected: Expectation
+    launches: dict[str, int] | None
+    faults: list[str] = field(default_factory=list)  # why this cell gives no verdict
+
+    @property
+    def forward_wrong(self) -> frozenset[int]:
+        return frozenset(i for i, d in enumerate(self.forward_difference) if d != 0)
+
+    @property
+    def backward_wrong(self) -> frozenset[int]:
+        return frozenset(i for i, d in enumerate(self.backward_difference) if d != 0)
+
+    @property
+    def as_expected(self) -> bool:
+        if self.raised is not None or self.expected.stale:
+            return self.stale and self.expected.stale
+        return not self.forward_wrong and self.backward_wrong == self.expected.wrong
+
+
+@dataclass
+class Report:
+    """A gate's results and what they add up to."""
+
+    gate: str
+    question: str
+    results: list[Result]
+    not_run: dict[str, str]
+    soundness_only: bool = False
+    faults: list[str] = field(default_factory=list)  # why the whole gate gives no verdict
+    claims: list[Claim] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> Verdict:
+        """No verdict outranks the rest: numbers that cannot be trusted accuse nobody."""
+        product = [r for r in self.results if r.role == Role.PRODUCT.value]
+        controls = [r for r in self.results if r.role == Role.CONTROL.value]
+        right = all(r.as_expected for r in self.results)
+        if self.faults or not product or any(r.faults for r in self.results) or (self.soundness_only and not right):
+            return Verdict.NO_VERDICT
+        if not all(r.as_expected for r in product) or not all(claim.holds for claim in self.claims):
+            return Verdict.PRODUCT_WRONG
+        could_fail = self.soundness_only or any(r.expected.wrong or r.expected.stale for r in controls)
+        return Verdict.OK if right and could_fail else Verdict.CONTROL_DID_NOT_FAIL
+
+
+def compare(got: list[dict[str, torch.Tensor]], want: list[dict[str, torch.Tensor]]) -> tuple[list[float], int]:
+    """(largest difference by part, number of tensors compared). A name that one side lacks is a difference."""
+    differences, compared = [], 0
+    for part in range(max(len(got), len(want))):
+        left = got[part] if part < len(got) else {}
+        right = want[part] if part < len(want) else {}
+        worst = 0.0 if left.keys() == right.keys() else float("inf")
+        for name in left.keys() & right.keys():
+            worst = max(worst, difference(left[name], right[name]))
+            compared += 1
+        differences.append(worst)
+    return differences, compared
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """0.0 only where shape, dtype and every value agree and none is NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf")
+    if torch.equal(a, b):
+        return 0.0
+    largest = (a.double() - b.double()).abs().max().item()
+    return largest if largest == largest and largest > 0 else float("inf")
+
+
+def run_gate(gate: Gate, *, repeats: int = 1) -> Report:
+    """Runs every arm of `gate` in every cell `repeats` times; keeps the worst repeat of a cell."""
+    started = time.monotonic()
+    arms = [arm for arm in gate.arms if arm.not_run is None]
+    not_run = {arm.name: arm.not_run for arm in gate.arms if arm.not_run is not None}
+    report = Report(gate.name, gate.question, [], not_run, gate.soundness_only)
+    references: dict[Hashable, Outcome] = {}
+    with repeatable_algorithms():
+        for cell in gate.cells:
+            pairs = [(arm, gate.reference_key(arm, cell)) for arm in arms if gate.runs(arm, cell)]
+            for arm, key in pairs:
+                if key not in references:
+                    references[key] = gate.reference(arm, cell)
+                    report.faults += a_against_a(
+                        references[key], gate.reference(arm, cell), gate.parts, f"{arm.name} | {cell.name}"
+                    )
+            rounds = [[_result(gate, arm, cell, references[key]) for arm, key in pairs] for _ in range(repeats)]
+            report.results += [_worst(repeated) for repeated in zip(*rounds, strict=True)]
+        report.claims = gate.claims()
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def a_against_a(first: Outcome, second: Outcome, parts: int, where: str) -> list[str]:
+    """Why the reference cannot serve: it raised, compared nothing, differs from itself, or rests on a zero tensor."""
+    if first.raised or second.raised:
+        return [f"reference of {where} raised: {first.raised or second.raised}"]
+    faults = []
+    for direction in ("forward", "backward"):
+        differences, compared = compare(getattr(first, direction), getattr(second, direction))
+        if compared == 0 or len(differences) != parts or not all(getattr(first, direction)):
+            faults.append(
+                f"reference of {where}: {compared} {direction} tensors in {len(differences)} parts, expected {parts}"
+            )
+        if any(differences):
+            faults.append(
+                f"reference of {where} is not repeatable: {direction} differs from itself by {max(differences):.3e}"
+            )
+        if not all(bool(value.any()) for part in getattr(first, direction) for value in part.values()):
+            faults.append(
+                f"reference of {where}: a {direction} tensor is all zero, which equals any other failure to compute it"
+            )
+    if not all(bool(value.any()) for value in first.nonzero):
+        faults.append(f"reference of {where}: a tensor that must not be zero (LoRA B) is zero")
+    return faults
+
+
+def _result(gate: Gate, arm: Any, cell: Any, reference: Outcome) -> Result:
+    outcome, expected = gate.measure(arm, cell), gate.expected(arm, cell)
+    forward, forward_compared = compare(outcome.forward, reference.forward) if outcome.raised is None else ([], 0)
+    backward, backward_compared = compare(outcome.backward, reference.backward) if outcome.raised is None else ([], 0)
+    result = Result(
+        arm.name,
+        Role(arm.role).value,
+        cell.name,
+        forward,
+        backward,
+        forward_compared,
+        backward_compared,
+        outcome.raised,
+        outcome.stale,
+        expected,
+        outcome.launches,
+    )
+    if outcome.raised is None:
+        if min(forward_compared, backward_compared) == 0:
+            result.faults.append("nothing was compared")
+        if expected.launches is not None:
+            result.faults += launch_faults(outcome.launches or {}, reference.launches or {}, expected.launches)
+    return result
+
+
+def launch_faults(got: dict[str, int], reference: dict[str, int], expected: dict[str, int]) -> list[str]:
+    """The path under test ran as often as it must, and the reference took the same paths."""
+    faults = []
+    for direction, count in expected.items():
+        total = sum(n for name, n in got.items() if name.endswith("." + direction))
+        if total != count:
+            faults.append(f"{total} {direction} launches of the op under test, expected {count}")
+    if got.keys() != reference.keys():
+        faults.append(f"paths {sorted(got)}, but its reference took {sorted(reference)}")
+    return faults
+
+
+def _worst(results: Sequence[Result]) -> Result:
+    """Any repeat that broke the prediction outranks those that met it."""
+    return next((r for r in results if r.faults), next((r for r in results if not r.as_expected), results[0]))
+
+
+@contextlib.contextmanager
+def repeatable_algorithms() -> Iterator[None]:
+    """Deterministic algorithms for the block, the caller's setting after it."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")  # not use_deterministic_algorithms(): that imports the compiler, seconds
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
