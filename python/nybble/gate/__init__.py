@@ -1,0 +1,11 @@
+"""Gates: claims about nybble, each with a control that must fail. `python -m nybble.gate NAME`.
+
+A gate is a module or package here with `add_arguments(parser)` and `run(options) -> exit code`, built on runner.py.
+"""
+
+from nybble.gate import aliasing
+from nybble.gate.runner import Report, Role, Verdict, run_gate
+
+GATES = {"aliasing": aliasing}
+
+__all__ = ["GATES", "Report", "Role", "Verdict", "run_gate"]

@@ -1,0 +1,58 @@
+"""Command line of the aliasing gate: `python -m nybble.gate aliasing` and the script in benchmarks/harness."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from nybble.gate.aliasing.gate import AliasingGate
+from nybble.gate.aliasing.sabotage import SABOTAGES
+from nybble.gate.aliasing.stacks import Sizes
+from nybble.gate.aliasing.table import render
+from nybble.gate.report import as_json
+from nybble.gate.runner import run_gate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the gate. Sizes only change how long it takes: the defect needs no megabytes."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--slots", type=_counts, default=(2, 3, 4, 5), metavar="N,N", help="slot counts, 2..5 by default"
+    )
+    parser.add_argument("--layers", type=int, default=8, help="must exceed the largest slot count")
+    parser.add_argument("--dim", type=int, default=64, help="in and out features of a weight, a multiple of 64")
+    parser.add_argument("--tokens", type=int, default=8, help="rows of x")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of every arm in every cell; the worst counts")
+    parser.add_argument(
+        "--bypass-pool",
+        action="store_true",
+        help="nothing is recycled: every arm must be exact, else the harness is unsound",
+    )
+    parser.add_argument("--sabotage", choices=sorted(SABOTAGES), help="plant a fault, to see the gate report it")
+    parser.add_argument("--json", action="store_true", help="the report as JSON instead of tables")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the gate, prints its report, returns the exit code (runner.Verdict)."""
+    sizes = Sizes(layers=options.layers, dim=options.dim, tokens=options.tokens)
+    try:
+        gate = AliasingGate(device=options.device, slots=options.slots, sizes=sizes, bypass=options.bypass_pool)
+    except ValueError as error:
+        raise argparse.ArgumentError(None, str(error)) from None
+    if options.sabotage:
+        SABOTAGES[options.sabotage](gate)
+    report = run_gate(gate, repeats=options.repeats)
+    print(json.dumps(as_json(report, gate.parts), indent=1) if options.json else render(report, gate.cells, gate.parts))
+    return int(report.verdict)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected slot counts such as 2,3") from None
+    if not counts or min(counts) < 2:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected counts of at least 2: with one slot the next layer has nowhere to land"
+        )
+    return counts
