@@ -1,5 +1,5 @@
 // The 4-bit format: bitsandbytes' NF4 and FP4 bytes, bit for bit (DESIGN N1). Quantise and dequantise on the CPU; the
-// CUDA twins are in format_cuda.h. Rounding rules and tables: docs/format.md.
+// CUDA twins are in cuda.h. Rounding rules and tables: docs/format.md.
 #pragma once
 
 #include <cstdint>
@@ -65,7 +65,8 @@ struct QuantizedOut {
 // 1/x as the GPU's rcp.approx.ftz.f32 gives it. kTable needs set_reciprocal_table(); kIeee is the correctly rounded 1/x (what the
 // command uses: it differs from the GPU only where docs/format.md says; for bf16 NF4 nowhere).
 enum class Reciprocal : uint8_t { kIeee, kTable };
-// deltas: 2^23 values packed 4 to a byte, each (ulp difference + 1) in 2 bits. Copied. Source: tests/data/README.md.
+// deltas: 2^23 values packed 4 to a byte, each (ulp difference + 1) in 2 bits; empty forgets the table. Copied. Source:
+// tests/data/README.md.
 void set_reciprocal_table(std::span<const uint8_t> deltas);
 
 // Blockwise 4-bit quantisation of n values of x (dtype) into packed codes and fp32 absmax. Any n >= 0.
@@ -73,7 +74,8 @@ void set_reciprocal_table(std::span<const uint8_t> deltas);
 void quantize_4bit(const void* x, DType dtype, int64_t n, int block_size, QuantType type, uint8_t* packed, float* absmax,
                    Reciprocal reciprocal = Reciprocal::kIeee);
 
-// Mean of absmax as fl32 of a float64 sum in a fixed order (blocks of 256 partial sums, ascending): the offset of nested scales.
+// Mean of absmax as fl32 of a float64 sum in a fixed order (a tree over groups of 256, docs/format.md): the offset of nested scales.
+// Throws kValue for blocks < 1.
 float absmax_mean(const float* absmax, int64_t blocks);
 
 // 8-bit quantisation of (absmax - offset) in blocks of 256 against nested_code (256 entries).

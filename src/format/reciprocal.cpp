@@ -1,9 +1,7 @@
 #include "format/reciprocal.h"
 
-#include <atomic>
 #include <cmath>
-#include <memory>
-#include <vector>
+#include <mutex>
 
 #include "format/rounding.h"
 #include "nybble/error.h"
@@ -13,27 +11,35 @@ namespace {
 
 constexpr size_t kTableBytes = (size_t{1} << 23) / 4;
 
-// Replaced as a whole, so that readers on other threads see one table or the other.
-std::atomic<std::shared_ptr<const std::vector<uint8_t>>> reciprocal_table;
+std::mutex table_mutex;
+std::shared_ptr<const std::vector<uint8_t>> current_table;
 
 }  // namespace
 
 void set_reciprocal_table(std::span<const uint8_t> deltas) {
-  if (deltas.size() != kTableBytes) {
+  if (!deltas.empty() && deltas.size() != kTableBytes) {
     fail(ErrorKind::kValue, "reciprocal table of ", deltas.size(), " bytes, expected ", kTableBytes, " (2^23 mantissas, 4 to a byte)");
   }
-  reciprocal_table.store(std::make_shared<const std::vector<uint8_t>>(deltas.begin(), deltas.end()));
+  std::shared_ptr<const std::vector<uint8_t>> table;
+  if (!deltas.empty()) table = std::make_shared<const std::vector<uint8_t>>(deltas.begin(), deltas.end());
+  const std::lock_guard lock(table_mutex);
+  current_table = std::move(table);
 }
 
-float format::reciprocal(float x, Reciprocal kind) {
-  const float rounded = flush(1.0f / flush(x));
-  if (kind == Reciprocal::kIeee || !std::isnormal(rounded)) return rounded;
-  const auto table = reciprocal_table.load();
-  if (!table) {
+format::Inverse::Inverse(Reciprocal kind) {
+  if (kind == Reciprocal::kIeee) return;
+  const std::lock_guard lock(table_mutex);
+  if (!current_table) {
     fail(ErrorKind::kValue, "Reciprocal::kTable without a table: call set_reciprocal_table() first, or use Reciprocal::kIeee");
   }
+  table_ = current_table;
+}
+
+float format::Inverse::operator()(float x) const {
+  const float rounded = flush(1.0f / flush(x));
+  if (!table_ || !std::isnormal(rounded)) return rounded;
   const uint32_t mantissa = std::bit_cast<uint32_t>(x) & 0x7FFFFFu;
-  const uint32_t delta = ((*table)[mantissa >> 2] >> (2 * (mantissa & 3u))) & 3u;
+  const uint32_t delta = ((*table_)[mantissa >> 2] >> (2 * (mantissa & 3u))) & 3u;
   return std::bit_cast<float>(std::bit_cast<uint32_t>(rounded) + delta - 1u);
 }
 

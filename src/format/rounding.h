@@ -23,13 +23,9 @@ inline float flush(float value) {
   return (bits & 0x7F800000u) == 0 ? std::bit_cast<float>(bits & 0x80000000u) : value;
 }
 
-inline float multiply_flushed(float a, float b) {
-  return flush(flush(a) * flush(b));
-}
+inline float multiply_flushed(float a, float b) { return flush(flush(a) * flush(b)); }
 
-inline float from_bf16(uint16_t bits) {
-  return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
-}
+inline float from_bf16(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 
 inline uint16_t to_bf16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);

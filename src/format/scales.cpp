@@ -44,15 +44,28 @@ uint8_t nearest_code(const float* code, float x) {
   return static_cast<uint8_t>(x < middle ? index - 1 : index);
 }
 
-void quantize_scale_block(const float* absmax, int count, float offset, const float* code, Reciprocal kind, uint8_t* codes, float* nested) {
-  float largest = count == kNestedBlockSize ? -std::numeric_limits<float>::max() : 0.0f;
-  for (int i = 0; i < count; i++) {
-    const float magnitude = std::fabs(flush(load<float>(absmax, i) - offset));
-    if (magnitude > largest) largest = magnitude;
+struct ScaleSource {
+  const float* absmax = nullptr;
+  int64_t blocks = 0;
+  float offset = 0.0f;
+  float code[256];
+  format::Inverse inverse;
+};
+
+void quantize_scale_group(const ScaleSource& source, int64_t group, uint8_t* codes, float* nested_absmax) {
+  const int64_t first = group * kNestedBlockSize;
+  const int64_t end = std::min(first + kNestedBlockSize, source.blocks);
+  float differences[kNestedBlockSize];
+  // A partial group is padded with zeros, hence its nested scale is never below 0.
+  float largest = end - first == kNestedBlockSize ? -std::numeric_limits<float>::max() : 0.0f;
+  for (int64_t i = first; i < end; i++) {
+    const float difference = flush(load<float>(source.absmax, i) - source.offset);
+    if (std::fabs(difference) > largest) largest = std::fabs(difference);
+    differences[i - first] = difference;
   }
-  const float inverse = format::reciprocal(largest, kind);
-  for (int i = 0; i < count; i++) codes[i] = nearest_code(code, format::multiply_flushed(load<float>(absmax, i) - offset, inverse));
-  std::memcpy(nested, &largest, sizeof largest);
+  const float inverse = source.inverse(largest);
+  for (int64_t i = first; i < end; i++) codes[i] = nearest_code(source.code, format::multiply_flushed(differences[i - first], inverse));
+  std::memcpy(nested_absmax + group, &largest, sizeof largest);
 }
 
 }  // namespace
@@ -80,14 +93,10 @@ float absmax_mean(const float* absmax, int64_t blocks) {
 
 void quantize_scales(const float* absmax, int64_t blocks, float offset, const float* nested_code, uint8_t* codes, float* nested_absmax,
                      Reciprocal reciprocal) {
-  float code[256];
-  std::memcpy(code, nested_code, sizeof code);
-  parallel_for(num_blocks(blocks, kNestedBlockSize), 16, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) {
-      const int64_t first = i * kNestedBlockSize;
-      const int count = static_cast<int>(std::min(kNestedBlockSize, blocks - first));
-      quantize_scale_block(absmax + first, count, offset, code, reciprocal, codes + first, nested_absmax + i);
-    }
+  ScaleSource source{absmax, blocks, offset, {}, format::Inverse(reciprocal)};
+  std::memcpy(source.code, nested_code, sizeof source.code);
+  parallel_for(num_blocks(blocks, kNestedBlockSize), 16, [&](int64_t group, int64_t end) {
+    for (; group < end; group++) quantize_scale_group(source, group, codes, nested_absmax);
   });
 }
 

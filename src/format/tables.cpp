@@ -50,17 +50,11 @@ const char* name(DType type) {
   fail(ErrorKind::kType, "dtype ", int(type), ", expected 0 (float32), 1 (float16) or 2 (bfloat16)");
 }
 
-int64_t size_of(DType type) {
-  return type == DType::kFloat32 ? 4 : 2;
-}
+int64_t size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 
-std::span<const float, 16> code_table(QuantType type) {
-  return type == QuantType::kNf4 ? format::kNf4Values : kStoredFp4;
-}
+std::span<const float, 16> code_table(QuantType type) { return type == QuantType::kNf4 ? format::kNf4Values : kStoredFp4; }
 
-std::span<const float, 256> nested_code_table() {
-  return kDynamicMap;
-}
+std::span<const float, 256> nested_code_table() { return kDynamicMap; }
 
 bool is_block_size(int64_t block_size) {
   return block_size >= kMinBlockSize && block_size <= kMaxBlockSize && (block_size & (block_size - 1)) == 0;

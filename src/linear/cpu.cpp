@@ -1,9 +1,5 @@
 // The CPU multiply: checks its arguments, then works through the weight panel by panel.
-#include <algorithm>
-#include <vector>
-
-#include "core/parallel.h"
-#include "format/rounding.h"
+#include "linear/cpu_paths.h"
 #include "nybble/error.h"
 #include "nybble/linear.h"
 
@@ -53,49 +49,6 @@ void check(const LinearProblem& problem, const LinearArgs& args) {
   check_pointers(problem, args);
 }
 
-void store(DType dtype, float value, void* out, int64_t index) {
-  auto* bytes = static_cast<unsigned char*>(out) + index * size_of(dtype);
-  const uint16_t half = dtype == DType::kFloat16 ? format::to_fp16(value) : format::to_bf16(value);
-  std::memcpy(bytes, dtype == DType::kFloat32 ? static_cast<const void*>(&value) : &half, static_cast<size_t>(size_of(dtype)));
-}
-
-// Weights [first, first + count) in the compute dtype, as fp32.
-void load_weights(const LinearProblem& problem, const Nf4Weight& weight, int64_t first, int64_t count, std::vector<float>& out) {
-  std::vector<unsigned char> rounded(static_cast<size_t>(count * size_of(problem.dtype)));
-  dequantize_4bit(weight, problem.dtype, first, count, rounded.data());
-  out.resize(static_cast<size_t>(count));
-  for (int64_t i = 0; i < count; i++) out[i] = format::load_as_float(rounded.data(), problem.dtype, i);
-}
-
-// One output feature: y[:, row].
-void forward_row(const LinearProblem& problem, const LinearArgs& args, int64_t row) {
-  std::vector<float> w;
-  load_weights(problem, args.weight, row * problem.k, problem.k, w);
-  for (int64_t m = 0; m < problem.m; m++) {
-    float sum = 0;
-    for (int64_t k = 0; k < problem.k; k++) sum += format::load_as_float(args.in, problem.dtype, m * args.in_row_stride + k) * w[k];
-    if (problem.bias) sum += format::load_as_float(args.bias, problem.dtype, row);
-    store(problem.dtype, sum, args.out, m * problem.n + row);
-  }
-}
-
-// Columns [begin, end) of grad_x.
-void grad_columns(const LinearProblem& problem, const LinearArgs& args, int64_t begin, int64_t end) {
-  const int64_t width = end - begin;
-  std::vector<float> w;
-  std::vector<float> sums(static_cast<size_t>(problem.m * width));
-  for (int64_t n = 0; n < problem.n; n++) {
-    load_weights(problem, args.weight, n * problem.k + begin, width, w);
-    for (int64_t m = 0; m < problem.m; m++) {
-      const float g = format::load_as_float(args.in, problem.dtype, m * args.in_row_stride + n);
-      for (int64_t k = 0; k < width; k++) sums[m * width + k] += g * w[k];
-    }
-  }
-  for (int64_t m = 0; m < problem.m; m++) {
-    for (int64_t k = 0; k < width; k++) store(problem.dtype, sums[m * width + k], args.out, m * problem.k + begin + k);
-  }
-}
-
 }  // namespace
 
 void linear_cpu(const LinearProblem& problem, const LinearArgs& given) {
@@ -105,12 +58,10 @@ void linear_cpu(const LinearProblem& problem, const LinearArgs& given) {
   if (args.in_row_stride == 0) args.in_row_stride = forward ? problem.k : problem.n;
   if (problem.m == 0 || (forward ? problem.n : problem.k) == 0) return;
   count_launch(LinearPath::kCpu, problem.direction);
-  if (forward) {
-    parallel_for(problem.n, 8, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; row++) forward_row(problem, args, row);
-    });
+  if (problem.m == 1 && !(forward && problem.batch_invariant)) {
+    cpu::multiply_row(problem, args);
   } else {
-    parallel_for(problem.k, 256, [&](int64_t begin, int64_t end) { grad_columns(problem, args, begin, end); });
+    cpu::multiply_panels(problem, args);
   }
 }
 

@@ -1,0 +1,26 @@
+// The ways in which linear_cpu multiplies, once its arguments are known to be sound. All of them use W rounded to the compute dtype, as
+// dequantize_4bit gives it, and fp32 sums in an order that depends on the reduction alone: never on m, threads or the panel cut.
+#pragma once
+
+#include "nybble/linear.h"
+
+namespace nybble::cpu {
+
+// The panel order, both directions: chains of at most kChain consecutive products, one fused multiply-add each, ascending; the chains' sums
+// added in ascending order; then the bias; then one rounding to the output's dtype. CPUs without FMA round the products too.
+constexpr int64_t kChain = 256;
+
+// The lane order of one row, forward only: 32 sums over the products whose place in a run of 64 agrees in bit 5 and bits 0 .. 3, ascending
+// (place p = 32 b + 4 j + l goes to sum (b, j mod 4, l)); then a fixed tree. Another order than the panels', so a row computed alone may
+// differ in its last bits from the same row among others: linear_cpu takes the panels when batch_invariant is set.
+// The gradient of one row takes the panel order.
+void multiply_row(const LinearProblem& problem, const LinearArgs& args);
+// Any number of rows.
+void multiply_panels(const LinearProblem& problem, const LinearArgs& args);
+
+// Highway targets (HWY_AVX2, ...) built in and supported by this CPU; tests force each in turn. force_target(0) restores the best.
+int64_t supported_targets();
+void force_target(int64_t target);
+const char* target_name();
+
+}  // namespace nybble::cpu
