@@ -26,6 +26,9 @@ if(NOT NYBBLE_CUDA STREQUAL "OFF")
     enable_language(CUDA)
     set(NYBBLE_HAVE_CUDA ON)
     set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+    if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
+      set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")  # CMake 3.25 does not know that nvcc 13 takes it
+    endif()
   elseif(NYBBLE_CUDA STREQUAL "ON")
     message(FATAL_ERROR "NYBBLE_CUDA=ON, but no nvcc on PATH, in CUDACXX or in ${NYBBLE_PYTHON}'s packages. "
                         "Install CUDA 13.0 or `pip install nvidia-cuda-nvcc==13.0.*`, or set NYBBLE_CUDA=OFF.")
@@ -66,11 +69,10 @@ function(nybble_cuda_sources)
     return()
   endif()
   set(library nybble_cuda_${ARG_FAMILY})
-  # -std by hand: CMake 3.25 does not know that nvcc 13 takes C++20.
   if(NOT TARGET ${library})
     add_library(${library} OBJECT)
     nybble_gencode(${ARG_FAMILY} gencode)
-    target_compile_options(${library} PRIVATE ${gencode} -std=c++20 -lineinfo "-Xcompiler=-Wall,-fno-gnu-unique" -Xcudafe --diag_suppress=177
+    target_compile_options(${library} PRIVATE ${gencode} -lineinfo "-Xcompiler=-Wall,-fno-gnu-unique" -Xcudafe --diag_suppress=177
                            --expt-relaxed-constexpr)
     target_include_directories(${library} PRIVATE "${CMAKE_SOURCE_DIR}/include" "${CMAKE_SOURCE_DIR}/src")
     set_property(GLOBAL APPEND PROPERTY NYBBLE_CUDA_LIBRARIES ${library})
