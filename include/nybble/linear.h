@@ -28,6 +28,7 @@ struct LinearProblem {
   QuantType quant_type = QuantType::kNf4;
   int32_t block_size = 64;
   bool nested = true;
+  DType nested_dtype = DType::kFloat32;  // in which nested scales are rounded, see Scales
   bool bias = false;
   bool batch_invariant = false;
   LinearMode mode = LinearMode::kAuto;
@@ -53,6 +54,7 @@ struct LinearPlan {
   int grid = 0;                  // CTAs (0 on the CPU)
   int split = 1;                 // pieces of the reduction that are summed in ascending order
   int group = 1;                 // rasterisation group
+  int64_t split_tiles = 0;       // output tiles that are cut into `split` pieces, the others are summed whole
   int64_t workspace_bytes = 0;   // the caller passes this much device memory, 256-byte aligned
   bool batch_invariant = false;  // a row's bits do not depend on m
   bool measured = false;         // the thresholds behind this choice come from a record for this device

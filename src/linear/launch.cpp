@@ -3,6 +3,7 @@
 #include <mutex>
 
 #include "core/cuda_check.h"
+#include "linear/portable.h"
 #include "nybble/cuda.h"
 #include "nybble/error.h"
 
@@ -45,8 +46,8 @@ const DeviceModel& cuda_device_model(int ordinal) {
 }
 
 void linear_cuda(const LinearPlan& plan, const LinearProblem& problem, const LinearArgs& args, CudaStream stream) {
-  (void)problem, (void)args, (void)stream;
   if (plan.path == LinearPath::kNone) return;
+  if (plan.path == LinearPath::kPortable) return launch_portable(plan, problem, args, stream);
   fail(ErrorKind::kUnsupported, "a plan for the path ", name(plan.path), " given to linear_cuda, which runs fused CUDA paths only");
 }
 

@@ -3,6 +3,7 @@
 #include <iomanip>
 #include <sstream>
 
+#include "linear/portable.h"
 #include "linear/thresholds.h"
 #include "nybble/error.h"
 #include "nybble/linear.h"
@@ -18,9 +19,7 @@ struct FusedPath {
   LinearPlan (*plan)(const LinearProblem&, const DeviceModel&);
 };
 
-std::span<const FusedPath> fused_paths() {
-  return {};
-}
+std::span<const FusedPath> fused_paths() { return {}; }
 
 const FusedPath* find_path(LinearPath path) {
   for (const FusedPath& candidate : fused_paths()) {
@@ -29,16 +28,14 @@ const FusedPath* find_path(LinearPath path) {
   return nullptr;
 }
 
-bool fits(int64_t a, int64_t b) {
-  return b == 0 || a <= std::numeric_limits<int64_t>::max() / 8 / b;
-}
+bool fits(int64_t a, int64_t b) { return b == 0 || a <= std::numeric_limits<int64_t>::max() / 8 / b; }
 
 void validate(const LinearProblem& p) {
   if (p.m < 0 || p.n < 0 || p.k < 0) fail(ErrorKind::kValue, "shape m ", p.m, ", n ", p.n, ", k ", p.k, ", expected none below 0");
   if (!fits(p.n, p.k) || !fits(p.m, p.n) || !fits(p.m, p.k)) {
     fail(ErrorKind::kValue, "shape m ", p.m, ", n ", p.n, ", k ", p.k, " does not fit a 64-bit count of bytes");
   }
-  if (p.block_size < kMinBlockSize || p.block_size > kMaxBlockSize || !std::has_single_bit(static_cast<uint32_t>(p.block_size))) {
+  if (!is_block_size(p.block_size)) {
     fail(ErrorKind::kValue, "block size ", p.block_size, ", expected a power of two from ", kMinBlockSize, " to ", kMaxBlockSize);
   }
   const int64_t reduction = p.direction == Direction::kForward ? p.k : p.n;

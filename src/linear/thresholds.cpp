@@ -4,13 +4,18 @@ namespace nybble {
 namespace {
 
 constexpr Threshold kThresholds[] = {
+    // Cards with a slow tensor core (GeForce, workstation): decoding costs 0-4% of the multiply, a separate pass more. A model.
+    {LinearPath::kPortable, 86, 89, 1, kAnyCount, true, true, ""},
+    {LinearPath::kPortable, 120, 129, 1, kAnyCount, true, true, ""},
+    // A100: the shared-memory pipe is the limit from a few thousand tokens. A model.
+    {LinearPath::kPortable, 80, 80, 1, 4096, true, true, ""},
+    // Where wgmma or tcgen05 makes the dense multiply much faster than mma.sync. A trial on one H200.
+    {LinearPath::kPortable, 90, 119, 1, 256, true, true, ""},
     {LinearPath::kDequant, 0, 999, 1, kAnyCount, true, true, ""},
 };
 
 }  // namespace
 
-std::span<const Threshold> thresholds() {
-  return kThresholds;
-}
+std::span<const Threshold> thresholds() { return kThresholds; }
 
 }  // namespace nybble

@@ -8,9 +8,7 @@
 namespace nybble {
 namespace {
 
-auto key(const TuneEntry& e) {
-  return std::tie(e.device, e.direction, e.dtype, e.n, e.k, e.m_min, e.m_max, e.path);
-}
+auto key(const TuneEntry& e) { return std::tie(e.device, e.direction, e.dtype, e.n, e.k, e.m_min, e.m_max, e.path); }
 
 bool same_shape(const TuneEntry& a, const TuneEntry& b) {
   return std::tie(a.device, a.direction, a.dtype, a.n, a.k) == std::tie(b.device, b.direction, b.dtype, b.n, b.k);

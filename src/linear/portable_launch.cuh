@@ -1,0 +1,53 @@
+// Instantiates the portable kernel for one element type: one source file a type, so that they compile side by side.
+#pragma once
+
+#include <atomic>
+
+#include "core/cuda_check.h"
+#include "linear/portable.cuh"
+#include "linear/portable.h"
+
+namespace nybble::portable {
+
+// Allows the kernel its dynamic shared memory, once a device.
+inline void allow_shared(const void* kernel, int bytes, std::atomic<uint64_t>& done) {
+  int ordinal = 0;
+  check(cudaGetDevice(&ordinal));
+  const uint64_t bit = uint64_t{1} << (ordinal & 63);
+  if (done.load(std::memory_order_acquire) & bit) return;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+  done.fetch_or(bit, std::memory_order_release);
+}
+
+template <class C, template <class> class X = Activations, template <class> class W = PackedWeights>
+void launch(const Params& params, int grid, cudaStream_t stream) {
+  static std::atomic<uint64_t> allowed{0};
+  const auto kernel = portable_kernel<C, X, W>;
+  allow_shared(reinterpret_cast<const void*>(kernel), C::kSharedBytes, allowed);
+  kernel<<<grid, C::kThreads, C::kSharedBytes, stream>>>(params);
+  check_launch();
+}
+
+template <Direction DIRECTION, typename T>
+void launch_variant(int variant, const Params& params, int grid, cudaStream_t stream) {
+  switch (variant) {
+    case kPortable256x128:
+      return launch<Traits<DIRECTION, T, 256, 128, 64, 64, 1>>(params, grid, stream);
+    case kPortable128x128:
+      return launch<Traits<DIRECTION, T, 128, 128, 64, 32, 1>>(params, grid, stream);
+    case kPortable64x128:
+      return launch<Traits<DIRECTION, T, 64, 128, 32, 32, 2>>(params, grid, stream);
+    case kPortable16x128:
+      return launch<Traits<DIRECTION, T, 16, 128, 16, 32, 4>>(params, grid, stream);
+  }
+  fail(ErrorKind::kValue, "portable variant ", variant, ", expected 0 to 3");
+}
+
+template <typename T>
+void launch_typed(Direction direction, int variant, const Params& params, int grid, cudaStream_t stream) {
+  if (direction == Direction::kForward) return launch_variant<Direction::kForward, T>(variant, params, grid, stream);
+  launch_variant<Direction::kGradInput, T>(variant, params, grid, stream);
+}
+
+}  // namespace nybble::portable
