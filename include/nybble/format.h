@@ -40,7 +40,7 @@ struct Scales {
   const float* nested_code = nullptr;     // [256]
   const float* offset = nullptr;          // [1], same device as the rest
   DType nested_dtype = DType::kFloat32;
-  bool nested() const { return absmax_codes != nullptr; }
+  constexpr bool nested() const { return absmax_codes != nullptr; }  // constexpr: kernels call it too
 };
 
 // A frozen 4-bit weight W[n][k], row major, as views: nothing here owns memory, no alignment is assumed.
