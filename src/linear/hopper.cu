@@ -1,0 +1,82 @@
+// Entry of the large-M path: expanded scales, tensor maps, one launch per range of tokens. The kernel: hopper_kernel.cuh, its two roles in
+// hopper_decode.cuh and hopper_consumer.cuh.
+#include <cudaTypedefs.h>
+
+#include <algorithm>
+
+#include "core/cuda_check.h"
+#include "linear/hopper_launch.h"
+#include "linear/hopper_scales.cuh"
+
+namespace nybble {
+namespace hopper {
+namespace {
+
+PFN_cuTensorMapEncodeTiled_v12000 encoder() {
+  static const auto function = [] {
+    void* pointer = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer, 12000, cudaEnableDefault, &found));
+    if (found != cudaDriverEntryPointSuccess) {
+      fail(ErrorKind::kUnsupported, "the CUDA driver has no cuTensorMapEncodeTiled; a driver for CUDA 12.0 or newer is needed");
+    }
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(pointer);
+  }();
+  return function;
+}
+
+}  // namespace
+
+CUtensorMap tensor_map(const Matrix& m) {
+  CUtensorMap map;
+  const cuuint64_t extents[2] = {static_cast<cuuint64_t>(m.columns), static_cast<cuuint64_t>(m.rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(m.row_bytes)};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(m.box_columns), static_cast<cuuint32_t>(m.box_rows)}, steps[2] = {1, 1};
+  const CUresult status = encoder()(&map, m.type, 2, const_cast<void*>(m.data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                    m.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    fail(ErrorKind::kCuda, "cuTensorMapEncodeTiled gave ", static_cast<int>(status), " for a matrix of ", m.rows, " rows of ", m.row_bytes,
+         " bytes at ", m.data, ", expected an address and a row size that are multiples of 16");
+  }
+  return map;
+}
+
+}  // namespace hopper
+
+namespace {
+
+using namespace hopper;
+
+void launch_scales(const LinearPlan& plan, const LinearProblem& problem, const LinearArgs& args, cudaStream_t stream) {
+  const HopperWorkspace layout = hopper_workspace(problem, plan);
+  uint8_t* workspace = static_cast<uint8_t*>(args.workspace);
+  ScaleExpansion e;
+  e.scales = args.weight.scales;
+  e.n = static_cast<int>(problem.n);
+  e.blocks = static_cast<int>(problem.k / problem.block_size);
+  e.out = reinterpret_cast<float*>(workspace + layout.scales);
+  e.flags = reinterpret_cast<int*>(workspace + layout.flags);
+  e.flag_count = static_cast<int>(layout.flag_count);
+  const dim3 grid((e.n + kScaleRows - 1) / kScaleRows, (e.blocks + kScaleBlocks - 1) / kScaleBlocks);
+  expand_scales<<<grid, kScaleThreads, 0, stream>>>(e);
+  check_launch();
+}
+
+}  // namespace
+
+void launch_hopper(const LinearPlan& plan, const LinearProblem& problem, const LinearArgs& args, CudaStream stream,
+                   const HopperLaunchOptions& options) {
+  const cudaStream_t s = static_cast<cudaStream_t>(stream);
+  const int64_t per_launch = hopper_tokens_per_launch(problem, plan);
+  if (problem.m > per_launch && hopper_schedule(plan.variant) != HopperSchedule::kWhole) {
+    fail(ErrorKind::kValue, "a plan with partial sums for ", problem.m, " tokens, expected at most ", per_launch, "; use plan_hopper()");
+  }
+  if (options.expand_scales) launch_scales(plan, problem, args, s);
+  for (int64_t first = 0; first < problem.m; first += per_launch) {
+    const Launch launch{
+        plan, problem, args, first, std::min(per_launch, problem.m - first), options.overlap && options.expand_scales && first == 0, s};
+    problem.dtype == DType::kFloat16 ? launch_direction<__half>(launch) : launch_direction<__nv_bfloat16>(launch);
+  }
+}
+
+}  // namespace nybble

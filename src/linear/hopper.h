@@ -1,0 +1,66 @@
+// Large M on sm_90a: y = x W^T (+ bias) and grad_x = grad_y W from one packed copy of W, bf16 and fp16. Host-only interface; the design and
+// what bounds it: hopper.cu, docs/hopper.md.
+#pragma once
+
+#include <string>
+
+#include "linear/hopper_work.h"
+#include "nybble/cuda.h"
+#include "nybble/linear.h"
+
+namespace nybble {
+
+// Tokens of the tile of one CTA; a cluster of two has twice as many.
+enum class HopperTile : uint8_t { kTokens256 = 0, kTokens128 = 1, kTokens128DeepX = 2, kTokens64 = 3 };
+constexpr int kHopperTiles = 4;
+// Length of the list of segments that a cluster keeps in shared memory.
+constexpr int hopper_max_segments(HopperTile tile) {
+  return tile == HopperTile::kTokens256 || tile == HopperTile::kTokens128DeepX ? 192 : 80;
+}
+
+// How tiles that do not fill the clusters evenly are divided. Whole: every output is one sum in ascending k, whatever m is, so a row's bits
+// do not depend on m. StreamK, SplitTail: some tiles are sums of pieces, in an order fixed by the plan.
+enum class HopperSchedule : uint8_t { kWhole = 0, kStreamK = 1, kSplitTail = 2 };
+constexpr int kHopperSchedules = 3;
+
+// LinearPlan::variant of this path. LinearPlan::split: pieces of a tile of the last wave (kSplitTail), otherwise 1.
+constexpr int hopper_variant(HopperTile tile, HopperSchedule schedule) {
+  return static_cast<int>(tile) * kHopperSchedules + static_cast<int>(schedule);
+}
+constexpr HopperTile hopper_tile(int variant) { return static_cast<HopperTile>(variant / kHopperSchedules); }
+constexpr HopperSchedule hopper_schedule(int variant) { return static_cast<HopperSchedule>(variant % kHopperSchedules); }
+
+// Empty when the kernel takes the problem, otherwise the reason in words a user understands.
+std::string supports_hopper(const LinearProblem& problem, const DeviceModel& device);
+
+// Pure. Requires supports_hopper(...) to be empty.
+LinearPlan plan_hopper(const LinearProblem& problem, const DeviceModel& device);
+
+// The same with the choice made by the caller: sizes and grid are filled in. group: token tiles of a raster group.
+LinearPlan plan_hopper_as(const LinearProblem& problem, const DeviceModel& device, HopperTile tile, HopperSchedule schedule, int group);
+
+// Work of the launch that covers `tokens` tokens. A plan for more than hopper_tokens_per_launch() is run in several launches.
+hopper::Work hopper_work(const LinearProblem& problem, const LinearPlan& plan, int64_t tokens);
+int64_t hopper_tokens_per_launch(const LinearProblem& problem, const LinearPlan& plan);
+
+// Byte offsets into the workspace.
+struct HopperWorkspace {
+  int64_t scales = 0;    // fp32 [k / block_size][n]
+  int64_t partials = 0;  // fp32 [grid][tile tokens * 128], kStreamK and kSplitTail
+  int64_t flags = 0;     // int [grid][2][8]
+  int64_t flag_count = 0;
+  int64_t bytes = 0;
+};
+HopperWorkspace hopper_workspace(const LinearProblem& problem, const LinearPlan& plan);
+
+// For measurements: what a launch costs without its parts.
+struct HopperLaunchOptions {
+  bool expand_scales = true;  // false: the workspace holds the expanded scales and zeroed flags already
+  bool overlap = true;        // start the multiply while the scales are being expanded (programmatic dependent launch)
+};
+
+// in, out, packed: 16-byte aligned. Two kernels: scales to fp32 [k / block_size][n], then the multiply.
+void launch_hopper(const LinearPlan& plan, const LinearProblem& problem, const LinearArgs& args, CudaStream stream,
+                   const HopperLaunchOptions& options = {});
+
+}  // namespace nybble

@@ -1,0 +1,116 @@
+// Decode warps of the Hopper kernel: packed bytes and scales by TMA, weights to registers, then to both CTAs' shared memory.
+#pragma once
+
+#include "linear/hopper_kernel.cuh"
+
+namespace nybble::hopper {
+
+// Warp `index` of the decode warps fills JOB_ROWS rows of half `rank` of weight slot index / WARPS, every W_SLOTS-th step.
+template <Direction DIRECTION, typename T, typename TILE>
+struct Decoder {
+  const Params& p;
+  Barriers<TILE> barriers;
+  SegmentList list;
+  uint32_t smem, rank;
+  int lane, warp, slot, part;
+  uint32_t packed, scales;         // this warp's buffers
+  uint32_t weights, peer_weights;  // its rows of the slot, here and in the peer
+  uint32_t peer_full;
+
+  int step = 0, end = 0, row_tile = 0, segment = 0;
+  bool more = true;
+
+  __device__ __forceinline__ Decoder(const Params& params, uint32_t base, uint32_t cluster_rank, int index)
+      : p(params), barriers{base + TILE::BARRIER_OFFSET}, list{base + TILE::LIST_OFFSET}, smem(base), rank(cluster_rank) {
+    lane = static_cast<int>(threadIdx.x & 31);
+    warp = index;
+    slot = index / TILE::WARPS;
+    part = index % TILE::WARPS;
+    packed = smem + TILE::PACKED_OFFSET + warp * TILE::PACKED_BYTES;
+    scales = smem + TILE::SCALE_OFFSET + warp * TILE::SCALE_BYTES;
+    weights = smem + slot * kWeightBytes + rank * kHalfBytes + part * TILE::JOB_ROWS * 128;
+    peer_weights = peer_address(weights, rank ^ 1);
+    peer_full = peer_address(barriers.full_w(rank, slot), rank ^ 1);
+  }
+
+  // Issues the loads of the next job; `more` turns false after the last one.
+  __device__ __forceinline__ void load_packed() {
+    if (step >= end) {
+      const auto e = list.read(segment++);
+      end = e.end;
+      more = end > 0;
+      if (!more) return;
+      step = e.begin + slot;
+      row_tile = e.row_tile;
+    }
+    if (lane == 0) {
+      const int first_row =
+          part * TILE::JOB_ROWS + (DIRECTION == Direction::kForward ? row_tile * kTileRows + static_cast<int>(rank) * 64 : step * 64);
+      const int block = DIRECTION == Direction::kForward ? step : row_tile * 2 + static_cast<int>(rank);  // of 64 along k
+      barrier_expect(barriers.full_packed(warp), TILE::PACKED_BYTES + TILE::SCALE_BYTES);
+      tma_load(packed, &p.packed, barriers.full_packed(warp), block * 32, first_row);
+      tma_load(scales, &p.scales, barriers.full_packed(warp), first_row, block >> p.block_shift);
+    }
+    step += TILE::W_SLOTS;
+  }
+
+  // Lane i decodes rows i, i + 32, ...: 64 weights each, 32 words. The packed buffer is free once this returns.
+  __device__ __forceinline__ void decode(uint32_t (&out)[TILE::JOB_ROWS / 32][8][4]) {
+    constexpr int ROWS = TILE::JOB_ROWS / 32;
+    const uint32_t first = packed + lane * 32 + (lane >> 2 & 1) * 16;  // 32-byte swizzle: bit 7 of the offset flips bit 4
+    float scale[ROWS];
+    uint4 low[ROWS], high[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      scale[i] = load_shared_f32(scales + i * 128 + lane * 4);
+      low[i] = load_shared_u128(first + i * 1024);
+      high[i] = load_shared_u128((first ^ 16) + i * 1024);
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      const ScaledTable table = make_scaled_table<T>(p.values, scale[i]);
+      const uint32_t words[8] = {low[i].x, low[i].y, low[i].z, low[i].w, high[i].x, high[i].y, high[i].z, high[i].w};
+#pragma unroll
+      for (int c = 0; c < 8; c++) decode_8(table, words[c], out[i][c]);
+    }
+    // Everything read from the packed buffer has been used: issuing the next load right after the reads were issued gave wrong weights.
+#pragma unroll
+    for (int i = 0; i < ROWS * 32; i++) asm volatile("" : "+r"(out[i / 32][i / 4 % 8][i % 4])::"memory");
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void store(const uint32_t (&out)[TILE::JOB_ROWS / 32][8][4]) {
+    const uint32_t row = weights + lane * 128, swizzle = lane & 7;
+#pragma unroll
+    for (int i = 0; i < TILE::JOB_ROWS / 32; i++) {
+#pragma unroll
+      for (uint32_t c = 0; c < 8; c++)
+        store_shared_u128(row + i * 4096 + ((c ^ swizzle) << 4), out[i][c][0], out[i][c][1], out[i][c][2], out[i][c][3]);
+    }
+    async_proxy_fence();
+    __syncwarp();
+    if (lane == 0) {
+      barrier_arrive(barriers.full_w(rank, slot));
+      bulk_copy_to_peer(peer_weights, weights, TILE::JOB_ROWS * 128, peer_full);
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    wait_for_previous_grids();  // the scales
+    uint32_t phase = 0;
+    load_packed();
+    __syncwarp();
+    while (more) {
+      uint32_t out[TILE::JOB_ROWS / 32][8][4];
+      barrier_wait(barriers.full_packed(warp), phase);
+      decode(out);
+      load_packed();
+      __syncwarp();
+      barrier_wait(barriers.empty_w(slot), phase ^ 1);
+      store(out);
+      phase ^= 1;
+    }
+  }
+};
+
+}  // namespace nybble::hopper

@@ -1,0 +1,4 @@
+// The Hopper kernel for float16 activations.
+#include "linear/hopper_launch.cuh"
+
+template void nybble::hopper::launch_direction<__half>(const Launch&);

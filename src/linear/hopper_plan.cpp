@@ -1,0 +1,200 @@
+// Which tile and which schedule the Hopper kernel runs: a model of its time in clocks, minimised over the candidates.
+#include <algorithm>
+#include <sstream>
+
+#include "linear/hopper.h"
+#include "nybble/error.h"
+
+namespace nybble {
+namespace {
+
+using hopper::kMaxPieces;
+using hopper::kSpareSegments;
+using hopper::kStep;
+using hopper::kTileRows;
+using hopper::Work;
+
+constexpr int64_t kMaxExtent = 65535 * 64;        // row tiles and steps travel as 16 bits
+constexpr int64_t kSharedMemoryBytes = 232448;    // of a CTA
+constexpr int64_t kMaxTokens = int64_t{1} << 31;  // TMA coordinates are 32-bit
+
+// Clocks measured on an H200 (docs/hopper.md). step: one step of 64 while all clusters work; tile: from the last step of a tile to full
+// speed in the next; exchange: storing, awaiting and adding the pieces of a cut tile.
+struct TileModel {
+  int tokens;
+  int unit;
+  double step, tile, exchange;
+};
+constexpr TileModel kTileModels[kHopperTiles] = {
+    {256, 4, 1045, 2700, 9000}, {128, 8, 580, 1500, 5000}, {128, 8, 620, 1500, 5000}, {64, 8, 420, 900, 3000}};
+constexpr double kStreamKTiles = 0.25;  // what stream-K costs, in tiles
+constexpr int kStreamKMaxSteps = 128;   // longer tiles put the clusters at distant k: the packed rows are read from DRAM several times
+
+const TileModel& model_of(HopperTile tile) { return kTileModels[static_cast<int>(tile)]; }
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+int64_t out_rows(const LinearProblem& p) { return p.direction == Direction::kForward ? p.n : p.k; }
+int64_t reduction(const LinearProblem& p) { return p.direction == Direction::kForward ? p.k : p.n; }
+
+int clusters_of(const DeviceModel& device) { return std::max(1, device.sm_count / 2); }
+
+// What the clusters' lists of segments hold.
+int64_t tiles_per_launch(HopperTile tile, int clusters) {
+  return static_cast<int64_t>(hopper_max_segments(tile) - kSpareSegments) * clusters;
+}
+
+// Tiles of the last, partial wave.
+int tail_tiles(int64_t tiles, int clusters) { return static_cast<int>(tiles % clusters); }
+
+int pieces_of_tail(int64_t tiles, int clusters, int64_t units) {
+  const int tail = tail_tiles(tiles, clusters);
+  if (tail == 0) return 1;
+  return static_cast<int>(std::min<int64_t>({clusters / tail, kMaxPieces, units}));
+}
+
+// Expected clocks, or a negative number when the schedule does not apply.
+double expected_clocks(const LinearProblem& p, const DeviceModel& device, HopperTile tile, HopperSchedule schedule) {
+  const TileModel& model = model_of(tile);
+  const int clusters = clusters_of(device);
+  const int64_t tiles = ceil_div(p.m, 2 * model.tokens) * ceil_div(out_rows(p), kTileRows);
+  if (tile != HopperTile::kTokens256 && tiles > tiles_per_launch(tile, clusters)) return -1;
+  const int64_t steps = round_up(ceil_div(reduction(p), kStep), model.unit);
+  const double whole_tile = static_cast<double>(steps) * model.step + model.tile;
+  const int tail = tail_tiles(tiles, clusters);
+  const int64_t full_waves = tiles / clusters;
+  if (schedule == HopperSchedule::kWhole) return static_cast<double>(full_waves + (tail > 0)) * whole_tile;
+  if (tail == 0) return -1;
+  if (schedule == HopperSchedule::kStreamK) {
+    if (steps > kStreamKMaxSteps) return -1;
+    return (static_cast<double>(tiles) / clusters + kStreamKTiles) * whole_tile;
+  }
+  const int pieces = pieces_of_tail(tiles, clusters, steps / model.unit);
+  if (pieces < 2) return -1;
+  return static_cast<double>(full_waves) * whole_tile + static_cast<double>(steps) * model.step / pieces + model.tile + model.exchange;
+}
+
+LinearPlan finished(const LinearProblem& p, LinearPlan plan) {
+  plan.workspace_bytes = hopper_workspace(p, plan).bytes;
+  std::ostringstream reason;
+  static constexpr const char* kScheduleNames[] = {"whole tiles", "stream-K", "last wave in pieces"};
+  reason << "Hopper kernel, tiles of 128 rows by " << 2 * model_of(hopper_tile(plan.variant)).tokens << " tokens, "
+         << kScheduleNames[plan.variant % kHopperSchedules];
+  plan.reason = reason.str();
+  return plan;
+}
+
+}  // namespace
+
+std::string supports_hopper(const LinearProblem& p, const DeviceModel& device) {
+  std::ostringstream no;
+  if (device.sm != 90) {
+    no << "the Hopper kernel runs on compute capability 9.0, found " << device.sm / 10 << "." << device.sm % 10;
+  } else if (device.smem_per_block_bytes < kSharedMemoryBytes) {
+    no << "shared memory of " << device.smem_per_block_bytes << " bytes a block, the Hopper kernel needs " << kSharedMemoryBytes;
+  } else if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) {
+    no << "activations in " << name(p.dtype) << ", the Hopper kernel takes bfloat16 and float16";
+  } else if (p.m < 1 || p.m >= kMaxTokens) {
+    no << "m " << p.m << ", the Hopper kernel takes 1 to " << kMaxTokens - 1;
+  } else if (p.n < 8 || p.n % 8 != 0 || p.n > kMaxExtent) {
+    no << "n " << p.n << ", the Hopper kernel takes multiples of 8 up to " << kMaxExtent;
+  } else if (p.block_size < kStep || p.k < kStep || p.k % p.block_size != 0 || p.k > kMaxExtent) {
+    no << "k " << p.k << " with block size " << p.block_size << ", the Hopper kernel takes blocks of at least " << kStep
+       << " that divide k, k up to " << kMaxExtent;
+  } else if (ceil_div(out_rows(p), kTileRows) > tiles_per_launch(HopperTile::kTokens256, clusters_of(device))) {
+    no << "an output of " << out_rows(p) << " columns, too many for the " << device.sm_count << " multiprocessors of this device";
+  } else if (p.x_alignment < 16 || p.x_row_stride % 8 != 0) {
+    no << "activation rows not aligned to 16 bytes (address " << p.x_alignment << ", row stride " << p.x_row_stride << " elements)";
+  } else if (p.packed_alignment < 16) {
+    no << "packed weight aligned to " << p.packed_alignment << " bytes, the Hopper kernel needs 16";
+  } else if (p.scales_alignment < 4) {
+    no << "scales aligned to " << p.scales_alignment << " bytes, the Hopper kernel needs 4";
+  }
+  return no.str();
+}
+
+int64_t hopper_tokens_per_launch(const LinearProblem& p, const LinearPlan& plan) {
+  const int64_t tokens = 2 * model_of(hopper_tile(plan.variant)).tokens, row_tiles = ceil_div(out_rows(p), kTileRows);
+  const int64_t tiles = tiles_per_launch(hopper_tile(plan.variant), plan.grid / 2);
+  return std::max<int64_t>(1, tiles / row_tiles) * tokens;
+}
+
+Work hopper_work(const LinearProblem& p, const LinearPlan& plan, int64_t tokens) {
+  const TileModel& model = model_of(hopper_tile(plan.variant));
+  Work w;
+  w.row_tiles = static_cast<int>(ceil_div(out_rows(p), kTileRows));
+  w.token_tiles = static_cast<int>(ceil_div(tokens, 2 * model.tokens));
+  w.tiles = w.row_tiles * w.token_tiles;
+  w.unit = model.unit;
+  w.steps = static_cast<int>(round_up(ceil_div(reduction(p), kStep), model.unit));
+  w.clusters = plan.grid / 2;
+  w.group = plan.group;
+  const int tail = tail_tiles(w.tiles, w.clusters);
+  switch (hopper_schedule(plan.variant)) {
+    case HopperSchedule::kWhole:
+      w.clusters = std::min(w.clusters, w.tiles);
+      break;
+    case HopperSchedule::kStreamK:
+      w.stream_tiles = w.tiles < w.clusters ? w.tiles : tail + (tail > 0 ? w.clusters : 0);
+      break;
+    case HopperSchedule::kSplitTail:
+      w.pieces = plan.split;
+      break;
+  }
+  return w;
+}
+
+HopperWorkspace hopper_workspace(const LinearProblem& p, const LinearPlan& plan) {
+  HopperWorkspace w;
+  w.partials = round_up(p.k / p.block_size * p.n * 4, 256);
+  w.flags = w.partials;
+  if (hopper_schedule(plan.variant) != HopperSchedule::kWhole) {
+    w.flags += static_cast<int64_t>(plan.grid) * model_of(hopper_tile(plan.variant)).tokens * kTileRows * 4;
+    w.flag_count = static_cast<int64_t>(plan.grid) * 2 * kMaxPieces;
+  }
+  w.bytes = w.flags + round_up(w.flag_count * 4, 256);
+  return w;
+}
+
+LinearPlan plan_hopper_as(const LinearProblem& p, const DeviceModel& device, HopperTile tile, HopperSchedule schedule, int group) {
+  LinearPlan plan;
+  const TileModel& model = model_of(tile);
+  const int64_t token_tiles = ceil_div(p.m, 2 * model.tokens), tiles = token_tiles * ceil_div(out_rows(p), kTileRows);
+  const int64_t units = ceil_div(ceil_div(reduction(p), kStep), model.unit);
+  const int clusters = clusters_of(device);
+  plan.path = LinearPath::kHopper;
+  plan.group = static_cast<int>(std::min<int64_t>(group, token_tiles));
+  plan.grid = 2 * clusters;
+  plan.variant = hopper_variant(tile, schedule);
+  if (p.m > hopper_tokens_per_launch(p, plan)) schedule = HopperSchedule::kWhole;  // partial sums belong to one launch
+  plan.split = schedule == HopperSchedule::kSplitTail ? pieces_of_tail(tiles, clusters, units) : 1;
+  if (tail_tiles(tiles, clusters) == 0 || (schedule == HopperSchedule::kSplitTail && plan.split < 2)) schedule = HopperSchedule::kWhole;
+  plan.variant = hopper_variant(tile, schedule);
+  if (schedule == HopperSchedule::kWhole) {
+    plan.split = 1;
+    plan.grid = static_cast<int>(2 * std::min<int64_t>(clusters, tiles));
+  }
+  plan.batch_invariant = schedule == HopperSchedule::kWhole;
+  return finished(p, plan);
+}
+
+LinearPlan plan_hopper(const LinearProblem& p, const DeviceModel& device) {
+  constexpr int kGroup = 4;
+  if (p.batch_invariant) return plan_hopper_as(p, device, HopperTile::kTokens256, HopperSchedule::kWhole, kGroup);
+  HopperTile best_tile = HopperTile::kTokens256;
+  HopperSchedule best_schedule = HopperSchedule::kWhole;
+  double best = expected_clocks(p, device, best_tile, best_schedule);
+  for (const HopperTile tile : {HopperTile::kTokens256, HopperTile::kTokens128, HopperTile::kTokens64}) {
+    for (const HopperSchedule schedule : {HopperSchedule::kWhole, HopperSchedule::kSplitTail, HopperSchedule::kStreamK}) {
+      const double clocks = expected_clocks(p, device, tile, schedule);
+      if (clocks < 0 || clocks >= best) continue;
+      best = clocks;
+      best_tile = tile;
+      best_schedule = schedule;
+    }
+  }
+  return plan_hopper_as(p, device, best_tile, best_schedule, kGroup);
+}
+
+}  // namespace nybble
