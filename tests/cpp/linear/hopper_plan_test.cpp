@@ -1,0 +1,169 @@
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "linear/hopper.h"
+
+namespace nybble {
+namespace {
+
+using hopper::Segment;
+using hopper::Share;
+using hopper::Work;
+
+const DeviceModel kH200{"NVIDIA H200", 90, 132, 60 << 20, 232448};
+constexpr int64_t kMiB = 1 << 20;
+
+LinearProblem problem(int64_t m, int64_t n, int64_t k, Direction direction = Direction::kForward) {
+  LinearProblem p;
+  p.m = m, p.n = n, p.k = k, p.direction = direction;
+  return p;
+}
+
+// Per (row tile, token tile): the steps that clusters take of it, or a text that says what is wrong with the lists.
+std::string coverage_fault(const Work& w, int max_segments) {
+  std::vector<int> taken(static_cast<size_t>(w.row_tiles) * w.token_tiles * w.steps, 0);
+  for (int cluster = 0; cluster < w.clusters; cluster++) {
+    const Share share = share_of(w, cluster);
+    for (int i = 0;; i++) {
+      const Segment s = segment_of(w, share, i);
+      if (s.end == 0) break;
+      if (i >= max_segments - 1) return "cluster " + std::to_string(cluster) + " has too many segments";
+      if (s.begin < 0 || s.begin >= s.end || s.end > w.steps) return "bad steps";
+      if (s.begin % w.unit != 0 || s.end % w.unit != 0) return "a segment is not cut at the unit";
+      if (s.row_tile < 0 || s.row_tile >= w.row_tiles || s.token_tile < 0 || s.token_tile >= w.token_tiles) return "a tile outside";
+      for (int step = s.begin; step < s.end; step++)
+        taken[(static_cast<size_t>(s.token_tile) * w.row_tiles + s.row_tile) * w.steps + step]++;
+    }
+  }
+  for (const int count : taken) {
+    if (count != 1) return "a step is taken " + std::to_string(count) + " times";
+  }
+  return "";
+}
+
+Work work_of(const LinearProblem& p, const LinearPlan& plan) {
+  return hopper_work(p, plan, std::min(p.m, hopper_tokens_per_launch(p, plan)));
+}
+
+TEST(HopperWork, CoversEveryStepOfEveryTileOnce) {
+  int divided = 0;
+  for (const Direction direction : {Direction::kForward, Direction::kGradInput}) {
+    for (const int64_t m : {1, 64, 129, 512, 1000, 2048, 8192, 70000}) {
+      for (const auto& [n, k] : {std::pair{14336, 4096}, {4096, 14336}, {1024, 4096}, {200, 576}, {27648, 5120}}) {
+        for (int variant = 0; variant < kHopperTiles * kHopperSchedules; variant++) {
+          const LinearProblem p = problem(m, n, k, direction);
+          const LinearPlan plan = plan_hopper_as(p, kH200, hopper_tile(variant), hopper_schedule(variant), 4);
+          divided += hopper_schedule(plan.variant) != HopperSchedule::kWhole;
+          EXPECT_EQ(coverage_fault(work_of(p, plan), hopper_max_segments(hopper_tile(variant))), "")
+              << m << " " << n << " " << k << " " << variant;
+        }
+      }
+    }
+  }
+  EXPECT_GT(divided, 100);
+}
+
+TEST(HopperWork, ALostTileAndADoubledPieceAreSeen) {
+  const LinearProblem p = problem(512, 14336, 4096);
+  Work w = work_of(p, plan_hopper_as(p, kH200, HopperTile::kTokens256, HopperSchedule::kWhole, 4));
+  ASSERT_EQ(coverage_fault(w, 192), "");
+  w.tiles--;
+  EXPECT_NE(coverage_fault(w, 192), "");
+  w.tiles++;
+  w.stream_tiles = 46, w.pieces = 2;  // the last wave cut in two although the stream-K range moves it
+  EXPECT_NE(coverage_fault(w, 192), "");
+}
+
+// A stream-K owner waits for what clusters of higher number (lower block index, started earlier) store as their first segment.
+TEST(HopperWork, StreamKOwnersWaitOnlyForFirstSegmentsOfLaterClusters) {
+  int owners = 0;
+  for (const int64_t m : {64, 512, 1024, 4096}) {
+    const LinearProblem p = problem(m, 14336, 4096);
+    const Work w = work_of(p, plan_hopper_as(p, kH200, HopperTile::kTokens256, HopperSchedule::kStreamK, 4));
+    for (int c = 0; c < w.clusters; c++) {
+      const Share share = share_of(w, c);
+      for (int i = 0;; i++) {
+        const Segment s = segment_of(w, share, i);
+        if (s.end == 0) break;
+        EXPECT_TRUE(s.begin == 0 || i == 0) << "cluster " << c << " stores a partial sum as segment " << i;
+        owners += s.begin == 0 && s.end < w.steps;
+      }
+    }
+  }
+  EXPECT_GT(owners, 50);
+}
+
+struct Refusal {
+  const char* title;
+  std::function<void(LinearProblem&, DeviceModel&)> change;
+  const char* words;
+};
+
+TEST(HopperSupports, TakesTheTargetShapesAndNamesWhatItDoesNotTake) {
+  EXPECT_EQ(supports_hopper(problem(512, 14336, 4096), kH200), "");
+  EXPECT_EQ(supports_hopper(problem(1, 1000, 64, Direction::kGradInput), kH200), "");
+  const Refusal refusals[] = {
+      {"card", [](LinearProblem&, DeviceModel& d) { d.sm = 100; }, "compute capability 9.0"},
+      {"shared memory", [](LinearProblem&, DeviceModel& d) { d.smem_per_block_bytes = 101376; }, "shared memory"},
+      {"fp32", [](LinearProblem& p, DeviceModel&) { p.dtype = DType::kFloat32; }, "float32"},
+      {"no rows", [](LinearProblem& p, DeviceModel&) { p.m = 0; }, "m 0"},
+      {"odd n", [](LinearProblem& p, DeviceModel&) { p.n = 1001; }, "n 1001"},
+      {"ragged k", [](LinearProblem& p, DeviceModel&) { p.k = 4096 + 32; }, "k 4128"},
+      {"small block", [](LinearProblem& p, DeviceModel&) { p.block_size = 32; }, "block size 32"},
+      {"block across rows", [](LinearProblem& p, DeviceModel&) { p.k = 64, p.block_size = 128; }, "block size 128"},
+      {"stride", [](LinearProblem& p, DeviceModel&) { p.x_row_stride = 4100; }, "4100"},
+      {"x", [](LinearProblem& p, DeviceModel&) { p.x_alignment = 8; }, "activation"},
+      {"packed", [](LinearProblem& p, DeviceModel&) { p.packed_alignment = 1; }, "packed"},
+      {"scales", [](LinearProblem& p, DeviceModel&) { p.scales_alignment = 2; }, "scales"},
+      {"too wide", [](LinearProblem& p, DeviceModel&) { p.n = 2 << 20; }, "columns"},
+  };
+  for (const Refusal& refusal : refusals) {
+    LinearProblem p = problem(512, 14336, 4096);
+    DeviceModel d = kH200;
+    refusal.change(p, d);
+    EXPECT_NE(supports_hopper(p, d).find(refusal.words), std::string::npos) << refusal.title << ": " << supports_hopper(p, d);
+  }
+}
+
+TEST(HopperPlan, IsPureAndWithinTheWorkspaceBudget) {
+  for (const Direction direction : {Direction::kForward, Direction::kGradInput}) {
+    for (const int64_t m : {1, 100, 256, 512, 777, 2048, 16384, 100000}) {
+      for (const auto& [n, k] : {std::pair{14336, 4096}, {4096, 4096}, {1024, 4096}, {28672, 8192}, {72, 64}}) {
+        const LinearProblem p = problem(m, n, k, direction);
+        const LinearPlan plan = plan_hopper(p, kH200);
+        EXPECT_EQ(plan.path, LinearPath::kHopper);
+        EXPECT_EQ(to_string(plan), to_string(plan_hopper(p, kH200)));
+        EXPECT_LE(plan.workspace_bytes, 32 * kMiB + n * k * 2 / 32) << to_string(plan);
+        EXPECT_LE(plan.grid, kH200.sm_count);
+        EXPECT_EQ(plan.split > 1, hopper_schedule(plan.variant) == HopperSchedule::kSplitTail);
+      }
+    }
+  }
+}
+
+TEST(HopperPlan, PartialSumsStayWithinOneLaunch) {
+  const LinearProblem p = problem(100000, 28672, 8192);
+  const LinearPlan plan = plan_hopper_as(p, kH200, HopperTile::kTokens256, HopperSchedule::kStreamK, 4);
+  EXPECT_EQ(hopper_schedule(plan.variant), HopperSchedule::kWhole);
+  EXPECT_LT(hopper_tokens_per_launch(p, plan), p.m);
+}
+
+TEST(HopperPlan, BatchInvariantPlansSumWholeTilesWhateverM) {
+  for (const int64_t m : {1, 64, 512, 1000, 8192}) {
+    LinearProblem p = problem(m, 4096, 4096);
+    p.batch_invariant = true;
+    const LinearPlan plan = plan_hopper(p, kH200);
+    EXPECT_EQ(plan.variant, hopper_variant(HopperTile::kTokens256, HopperSchedule::kWhole));
+    EXPECT_TRUE(plan.batch_invariant);
+  }
+  const LinearPlan cut =
+      plan_hopper_as(problem(512, 14336, 4096, Direction::kGradInput), kH200, HopperTile::kTokens256, HopperSchedule::kSplitTail, 4);
+  EXPECT_EQ(cut.split, 2);
+  EXPECT_FALSE(cut.batch_invariant);
+}
+
+}  // namespace
+}  // namespace nybble
