@@ -53,8 +53,8 @@ class SafetensorsFile {
   const std::vector<TensorView>& tensors() const;  // in file order
   const TensorView* find(std::string_view name) const;
   const std::map<std::string, std::string>& metadata() const;
-  // Gives the pages of a tensor that has been used back to the system; it stays readable.
-  void release(const TensorView& tensor) const;
+  // Gives the pages of a range of the mapped file back to the system, so that resident memory stays bounded; it stays readable.
+  void release(std::span<const std::byte> bytes) const;
 
  private:
   struct Impl;
@@ -88,8 +88,8 @@ class Checkpoint {
 // A weight that bitsandbytes quantised, gathered from its parts (which may lie in different shards). Views into the checkpoint,
 // except for the code tables, which are widened to fp32.
 struct QuantizedTensor {
-  std::string name;                   // of the weight: "model.layers.0.self_attn.q_proj.weight"
-  std::vector<int64_t> shape;         // of the dense weight, any rank; {-1} when the state says null
+  std::string name;            // of the weight: "model.layers.0.self_attn.q_proj.weight"
+  std::vector<int64_t> shape;  // of the dense weight, any rank; {-1} when the state says null
   int64_t elements = 0;
   int64_t block_size = 0;
   QuantType quant_type = QuantType::kNf4;
@@ -114,15 +114,15 @@ std::vector<QuantizedTensor> quantized_tensors(const Checkpoint& checkpoint, Fau
 // Where one layer of a store lies: `bytes` from `offset` of `file` hold the packed weights and scales of all its quantised weights.
 struct StoredWeight {
   std::string name;
-  int64_t packed_offset = 0;         // from the start of the layer, multiples of 256
+  int64_t packed_offset = 0;  // from the start of the layer, multiples of 256
   int64_t absmax_offset = 0;
   int64_t nested_absmax_offset = -1;  // -1 when plain
-  size_t index = 0;                  // into quantized_tensors()
+  size_t index = 0;                   // into quantized_tensors()
 };
 struct StoredLayer {
-  std::string name;                  // "model.layers.0"; "" holds what is outside numbered layers
+  std::string name;  // "model.layers.0"; "" holds what is outside numbered layers
   std::filesystem::path file;
-  int64_t offset = 0;                // in the file, a multiple of 4096
+  int64_t offset = 0;  // in the file, a multiple of 4096
   int64_t bytes = 0;
   std::vector<StoredWeight> weights;
 };

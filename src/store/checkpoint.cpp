@@ -67,7 +67,8 @@ void check_index(const fs::path& folder, const Index& index, const Checkpoint& c
     if (!opened.contains(file_name)) continue;  // noted when it failed to open
     const TensorView* found = checkpoint.find(tensor);
     if (found == nullptr || checkpoint.file_of(*found).path().filename() != file_name) {
-      faults.push_back({subject, tensor + " is said to be in " + file_name + ", which does not hold it", "an entry that is true", kFetchAgain});
+      faults.push_back(
+          {subject, tensor + " is said to be in " + file_name + ", which does not hold it", "an entry that is true", kFetchAgain});
     }
   }
   for (const TensorView* tensor : checkpoint.tensors()) {
@@ -112,7 +113,8 @@ Checkpoint::Checkpoint(const fs::path& path, Faults& faults) : folder_(fs::is_di
     for (const auto& tensor : files_[i].tensors()) {
       const auto [at, added] = by_name_.emplace(tensor.name, std::pair(&tensor, i));
       if (!added) {
-        faults.push_back({files_[i].path().string(), tensor.name + ", which " + files_[at->second.second].path().filename().string() + " has too",
+        faults.push_back({files_[i].path().string(),
+                          tensor.name + ", which " + files_[at->second.second].path().filename().string() + " has too",
                           "each name in one shard", kFetchAgain});
       }
     }

@@ -38,7 +38,8 @@ bool natural_less(std::string_view a, std::string_view b) {
 std::string_view layer_of(std::string_view tensor_name) {
   for (size_t at = tensor_name.find('.'); at != std::string_view::npos; at = tensor_name.find('.', at + 1)) {
     const size_t digits = digits_from(tensor_name, at + 1);
-    if (digits > 0 && at + 1 + digits < tensor_name.size() && tensor_name[at + 1 + digits] == '.') return tensor_name.substr(0, at + 1 + digits);
+    if (digits > 0 && at + 1 + digits < tensor_name.size() && tensor_name[at + 1 + digits] == '.')
+      return tensor_name.substr(0, at + 1 + digits);
   }
   return {};
 }

@@ -51,8 +51,8 @@ class FieldReader {
 
   void wrong(const std::string& field, const std::string& expected) {
     const auto found = json_.find(field);
-    const std::string text = found == json_.end() ? "the field is missing"
-                                                  : found->dump(-1, ' ', true, Json::error_handler_t::replace).substr(0, 100);
+    const std::string text =
+        found == json_.end() ? "the field is missing" : found->dump(-1, ' ', true, Json::error_handler_t::replace).substr(0, 100);
     faults_.push_back({subject_, field + ": " + text, expected, kRemedy});
     ok_ = false;
   }
@@ -130,8 +130,9 @@ std::string format_quant_state(const QuantStateFields& fields) {
     for (const int64_t size : *fields.shape) shape += (shape.size() > 1 ? ", " : "") + std::to_string(size);
     shape += "]";
   }
-  std::string text = std::string("{\"quant_type\": \"") + name(fields.quant_type) + "\", \"blocksize\": " + std::to_string(fields.block_size) +
-                     ", \"dtype\": \"" + name(fields.dtype) + "\", \"shape\": " + shape;
+  std::string text = std::string("{\"quant_type\": \"") + name(fields.quant_type) +
+                     "\", \"blocksize\": " + std::to_string(fields.block_size) + ", \"dtype\": \"" + name(fields.dtype) +
+                     "\", \"shape\": " + shape;
   if (fields.nested) {
     text += ", \"nested_blocksize\": " + std::to_string(kNestedBlockSize) + ", \"nested_dtype\": \"" + name(fields.nested_dtype) +
             "\", \"nested_offset\": " + python_repr(fields.offset);

@@ -34,7 +34,7 @@ std::string format_quant_state(const QuantStateFields& fields);
 // Notes every missing, ill-typed or impossible field under `subject`. Empty when one made the result unusable.
 std::optional<QuantStateFields> parse_quant_state(std::string_view json, const std::string& subject, Faults& faults);
 
-std::optional<DType> dtype_from_torch_name(std::string_view name);    // "bfloat16"
-std::optional<DType> dtype_from_safetensors(std::string_view name);   // "BF16"
+std::optional<DType> dtype_from_torch_name(std::string_view name);   // "bfloat16"
+std::optional<DType> dtype_from_safetensors(std::string_view name);  // "BF16"
 
 }  // namespace nybble

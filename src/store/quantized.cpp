@@ -44,7 +44,9 @@ std::string describe(const TensorView& tensor) {
 // Gathers one weight. Every part that is missing or does not fit becomes a fault; the weight is usable when none did.
 class Gatherer {
  public:
-  Gatherer(const Checkpoint& checkpoint, std::string name, Faults& faults) : checkpoint_(checkpoint), faults_(faults) { out_.name = std::move(name); }
+  Gatherer(const Checkpoint& checkpoint, std::string name, Faults& faults) : checkpoint_(checkpoint), faults_(faults) {
+    out_.name = std::move(name);
+  }
 
   std::optional<QuantizedTensor> gather() {
     const size_t before = faults_.size();
@@ -193,7 +195,8 @@ std::vector<QuantizedTensor> quantized_tensors(const Checkpoint& checkpoint, Fau
   }
   for (const TensorView* tensor : checkpoint.tensors()) {
     if (tensor->dtype != "U8" || !tensor->name.ends_with(".weight") || seen.contains(tensor->name)) continue;
-    faults.push_back({tensor->name, "U8 codes without a quant state", "the tensors " + tensor->name + ".absmax, .quant_map, .quant_state.*", kRemedy});
+    faults.push_back(
+        {tensor->name, "U8 codes without a quant state", "the tensors " + tensor->name + ".absmax, .quant_map, .quant_state.*", kRemedy});
   }
   return weights;
 }

@@ -34,7 +34,7 @@ SafetensorsFile& SafetensorsFile::operator=(SafetensorsFile&&) noexcept = defaul
 const std::filesystem::path& SafetensorsFile::path() const { return impl_->path; }
 const std::vector<TensorView>& SafetensorsFile::tensors() const { return impl_->tensors; }
 const std::map<std::string, std::string>& SafetensorsFile::metadata() const { return impl_->metadata; }
-void SafetensorsFile::release(const TensorView& tensor) const { impl_->map.release(tensor.bytes); }
+void SafetensorsFile::release(std::span<const std::byte> bytes) const { impl_->map.release(bytes); }
 
 const TensorView* SafetensorsFile::find(std::string_view name) const {
   const auto found = impl_->by_name.find(name);

@@ -14,10 +14,10 @@ struct DtypeBits {
   const char* name;
   int bits;
 };
-constexpr DtypeBits kDtypes[] = {{"BOOL", 8},    {"U8", 8},      {"I8", 8},      {"F8_E5M2", 8},      {"F8_E4M3", 8},      {"F8_E8M0", 8},
-                                 {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8}, {"F4", 4}, {"F6_E2M3", 6},   {"F6_E3M2", 6},      {"I16", 16},
-                                 {"U16", 16},    {"F16", 16},    {"BF16", 16},   {"I32", 32},         {"U32", 32},         {"F32", 32},
-                                 {"C64", 64},    {"F64", 64},    {"I64", 64},    {"U64", 64}};
+constexpr DtypeBits kDtypes[] = {{"BOOL", 8},        {"U8", 8},          {"I8", 8},    {"F8_E5M2", 8}, {"F8_E4M3", 8}, {"F8_E8M0", 8},
+                                 {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8}, {"F4", 4},    {"F6_E2M3", 6}, {"F6_E3M2", 6}, {"I16", 16},
+                                 {"U16", 16},        {"F16", 16},        {"BF16", 16}, {"I32", 32},    {"U32", 32},    {"F32", 32},
+                                 {"C64", 64},        {"F64", 64},        {"I64", 64},  {"U64", 64}};
 
 constexpr std::string_view kDamaged = "; the file is damaged or was cut off, fetch or write it again";
 
@@ -28,13 +28,15 @@ class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
 
   bool start_object(size_t) override {
     switch (place_) {
-      case Place::kStart: return go(Place::kTop);
+      case Place::kStart:
+        return go(Place::kTop);
       case Place::kTopValue:
         if (key_ == "__metadata__") return go(Place::kMetadata);
         header_.tensors.push_back({key_, "", {}, 0, 0});
         seen_fields_ = 0;
         return go(Place::kTensor);
-      default: return unexpected("an object");
+      default:
+        return unexpected("an object");
     }
   }
   bool end_object() override {
@@ -65,7 +67,8 @@ class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
   }
   bool key(std::string& name) override {
     if (place_ == Place::kTop) {
-      if (!names_.insert(name).second) fail(ErrorKind::kFormat, file_, ": the name ", quoted(name), " appears twice in the header", kDamaged);
+      if (!names_.insert(name).second)
+        fail(ErrorKind::kFormat, file_, ": the name ", quoted(name), " appears twice in the header", kDamaged);
       key_ = name;
       return go(Place::kTopValue);
     }
@@ -98,7 +101,9 @@ class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
     return true;
   }
   bool number_integer(int64_t value) override { return in_array_ ? bad(" has the negative number ", value) : unexpected("a number"); }
-  bool number_float(double, const std::string& text) override { return in_array_ ? bad(" has the number ", text, ", expected an integer") : unexpected("a number"); }
+  bool number_float(double, const std::string& text) override {
+    return in_array_ ? bad(" has the number ", text, ", expected an integer") : unexpected("a number");
+  }
   bool null() override { return unexpected("null"); }
   bool boolean(bool) override { return unexpected("a truth value"); }
   bool binary(binary_t&) override { return unexpected("binary data"); }
