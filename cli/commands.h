@@ -1,0 +1,16 @@
+// The subcommands. Each adds its options to the application and sets `run`, which returns an exit code, when it is the chosen one.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <functional>
+
+namespace nybble::cli {
+
+using Run = std::function<int()>;
+
+void add_quantize(CLI::App& app, Run& run);
+void add_inspect(CLI::App& app, Run& run);
+void add_verify(CLI::App& app, Run& run);
+void add_doctor(CLI::App& app, Run& run);
+
+}  // namespace nybble::cli

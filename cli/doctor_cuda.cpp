@@ -1,0 +1,36 @@
+#include "doctor.h"
+
+#ifdef NYBBLE_HAVE_CUDA
+#  include <cuda_runtime_api.h>
+
+namespace nybble::cli {
+
+CudaReport cuda_report() {
+  CudaReport report;
+  report.built = true;
+  cudaRuntimeGetVersion(&report.runtime_version);
+  cudaDriverGetVersion(&report.driver_version);
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess) {
+    report.problem = cudaGetErrorString(status);
+    return report;
+  }
+  for (int i = 0; i < count; i++) {
+    cudaDeviceProp properties{};
+    if (cudaGetDeviceProperties(&properties, i) != cudaSuccess) continue;
+    report.gpus.push_back({properties.name, properties.major * 10 + properties.minor, properties.multiProcessorCount,
+                           static_cast<int64_t>(properties.totalGlobalMem), properties.asyncEngineCount});
+  }
+  return report;
+}
+
+}  // namespace nybble::cli
+#else
+
+nybble::cli::CudaReport nybble::cli::cuda_report() {
+  CudaReport report;
+  report.problem = "built without CUDA";
+  return report;
+}
+#endif
