@@ -29,9 +29,9 @@ def pytest_report_header(config):
 
 def pytest_sessionstart(session):
     if REQUIRE_GPU and not has_gpu():
-        info = nybble.build_info()
+        cuda, gpus = nybble.build_info()["cuda"], torch.cuda.device_count()
         raise pytest.UsageError(
-            f"NYBBLE_REQUIRE_GPU=1, but torch sees {torch.cuda.device_count()} GPUs and nybble was built for CUDA {info['cuda']}"
+            f"NYBBLE_REQUIRE_GPU=1, but torch sees {gpus} GPUs and nybble was built for CUDA {cuda}"
         )
 
 
