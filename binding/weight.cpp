@@ -7,11 +7,6 @@
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 #endif
 
-// Used only while the core has no slot ring: then no weight can be in one.
-__attribute__((weak)) void nybble::verify_owner(int64_t uid, const void* const*, int) {
-  fail(ErrorKind::kStaleWeight, "weight ", uid, " expected in a slot, but no slot was registered");
-}
-
 namespace nybble::binding {
 namespace {
 
