@@ -72,6 +72,7 @@ void launch_hopper(const LinearPlan& plan, const LinearProblem& problem, const L
     fail(ErrorKind::kValue, "a plan with partial sums for ", problem.m, " tokens, expected at most ", per_launch, "; use plan_hopper()");
   }
   if (options.expand_scales) launch_scales(plan, problem, args, s);
+  count_launch(LinearPath::kHopper, problem.direction);
   for (int64_t first = 0; first < problem.m; first += per_launch) {
     const Launch launch{
         plan, problem, args, first, std::min(per_launch, problem.m - first), options.overlap && options.expand_scales && first == 0, s};

@@ -59,7 +59,8 @@ struct HopperLaunchOptions {
   bool overlap = true;        // start the multiply while the scales are being expanded (programmatic dependent launch)
 };
 
-// in, out, packed: 16-byte aligned. Two kernels: scales to fp32 [k / block_size][n], then the multiply.
+// in, out, packed: 16-byte aligned. Two kernels: scales to fp32 [k / block_size][n], then the multiply (several when the plan's tokens do
+// not fit one launch). Counts one launch. Only in builds for 90a.
 void launch_hopper(const LinearPlan& plan, const LinearProblem& problem, const LinearArgs& args, CudaStream stream,
                    const HopperLaunchOptions& options = {});
 

@@ -3,6 +3,7 @@
 #include <mutex>
 
 #include "core/cuda_check.h"
+#include "linear/hopper.h"
 #include "linear/portable.h"
 #include "nybble/cuda.h"
 #include "nybble/error.h"
@@ -48,6 +49,9 @@ const DeviceModel& cuda_device_model(int ordinal) {
 void linear_cuda(const LinearPlan& plan, const LinearProblem& problem, const LinearArgs& args, CudaStream stream) {
   if (plan.path == LinearPath::kNone) return;
   if (plan.path == LinearPath::kPortable) return launch_portable(plan, problem, args, stream);
+#ifdef NYBBLE_HAVE_SM90A
+  if (plan.path == LinearPath::kHopper) return launch_hopper(plan, problem, args, stream);
+#endif
   fail(ErrorKind::kUnsupported, "a plan for the path ", name(plan.path), " given to linear_cuda, which runs fused CUDA paths only");
 }
 
