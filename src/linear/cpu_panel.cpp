@@ -2,13 +2,14 @@
 //
 //   out[m][o] = sum over r of in[m][r] * w(o, r)      forward: o = n, r = k       grad_x: o = k, r = n
 //
-// A task owns up to kOutputs outputs and all rows of one row block. For each chain of kChain values of r it decodes a panel of W to fp32
-// (L2), then slides tiles of the packed activation (L1) over it. The activation is packed once a row block, as fp32, rows interleaved
-// across vector lanes, so that one weight is broadcast and multiplied with many rows: every sum is a chain of its own and no width changes
-// its order.
+// A task owns a range of outputs and all rows of one row block. For each chain of kChain values of r it decodes a panel of W to fp32 (L2),
+// then slides tiles of the packed activation (L1) over it. The activation is packed once a row block, as fp32, rows interleaved across
+// vector lanes, so that one weight is broadcast and multiplied with many rows: every sum is a chain of its own and no width changes its
+// order.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "linear/cpu_panel.cpp"
 #include <hwy/aligned_allocator.h>
+#include <hwy/cache_control.h>
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>
 
@@ -29,15 +30,21 @@
 #  define NYBBLE_LINEAR_CPU_PANEL_CONSTANTS_
 namespace nybble::cpu {
 
-constexpr int64_t kOutputs = 192;                      // a panel: 192 x 256 fp32 = 204 KiB, within an L2 of 512 KiB beside the sums
 constexpr int64_t kRowBlock = 512;                     // rows packed at a time: decoding once for 512 rows costs about 1% of their products
 constexpr int64_t kPadding = 16;                       // an odd number of cache lines from panel row to panel row: all sets of L1 are used
 constexpr int64_t kMaxPanelBytes = int64_t{32} << 20;  // decoded W of all threads together
+constexpr int64_t kBatch = 8;  // panel rows whose tables are built together (their latencies overlap), and fetched ahead
 
-// One task's panel is at a fixed pitch, [outputs][chain] in the forward and [chain][outputs] in grad_x: both as W lies in memory.
+// A panel lies as W does in memory, [outputs][chain] in the forward and [chain][outputs] in grad_x, and fills about half an L2 of 512 KiB.
+// A task of the forward is one panel wide. One of grad_x is several: the panels of a chain share pages and cache lines.
 template <Direction DIRECTION>
-constexpr int64_t kPitch = (DIRECTION == Direction::kForward ? kChain : kOutputs) + kPadding;
-constexpr int64_t kPanelFloats = std::max(kOutputs * (kChain + kPadding), kChain*(kOutputs + kPadding));
+constexpr int64_t kPanel = DIRECTION == Direction::kForward ? 192 : 256;  // outputs
+template <Direction DIRECTION>
+constexpr int64_t kTask = DIRECTION == Direction::kForward ? 192 : 1024;  // outputs
+template <Direction DIRECTION>
+constexpr int64_t kPitch = (DIRECTION == Direction::kForward ? kChain : kPanel<DIRECTION>)+kPadding;
+template <Direction DIRECTION>
+constexpr int64_t kPanelFloats = (DIRECTION == Direction::kForward ? kPanel<DIRECTION> : kChain) * kPitch<DIRECTION>;
 
 }  // namespace nybble::cpu
 #endif
@@ -51,8 +58,10 @@ using Wide = hn::ScalableTag<float>;
 using VWide = hn::Vec<Wide>;
 constexpr int64_t kWide = static_cast<int64_t>(hn::MaxLanes(Wide()));
 constexpr bool kManyRegisters = HWY_TARGET <= HWY_AVX3 || HWY_ARCH_ARM;  // 32, not 16
-constexpr int kTallRows = 12;                                            // outputs of a tile one vector of rows wide
-constexpr int kBroadRows = kManyRegisters ? 12 : 6;                      // of a tile two vectors wide
+// Outputs of a tile by its width in vectors of rows; kRest of them end a panel where no more are left.
+template <int VECTORS>
+constexpr int kOutputs = VECTORS == 1 || kManyRegisters ? 12 : 6;
+constexpr int kRest = 4;
 
 using Buffer = hwy::AlignedFreeUniquePtr<float[]>;
 Buffer allocate(int64_t count) {
@@ -115,17 +124,20 @@ struct Shared {
   Tiling tiling;
   int64_t outputs;
   int64_t reduction;
-  int64_t panel;  // outputs of a task
+  int64_t task;  // outputs of a task
   const float* packed;
 };
 
 template <Direction DIRECTION>
 struct Scratch {
-  explicit Scratch(const Shared& shared) : w(allocate(kPanelFloats)), sums(allocate(shared.tiling.padded() * kOutputs)) {
-    std::fill_n(w.get(), kPanelFloats, 0.0f);  // outputs that only fill up a tile are multiplied too
+  static constexpr int64_t kSumOutputs = kTask<DIRECTION> + kOutputs<1>;  // a last tile may reach past the task
+  explicit Scratch(const Shared& shared)
+      : w(allocate(kPanelFloats<DIRECTION> + kOutputs<1>)), sums(allocate(shared.tiling.padded() * kSumOutputs)) {
+    std::fill_n(w.get(), kPanelFloats<DIRECTION> + kOutputs<1>, 0.0f);
+    if (shared.reduction == 0) std::fill_n(sums.get(), shared.tiling.padded() * kSumOutputs, 0.0f);
   }
   Buffer w;
-  Buffer sums;  // [tile][kOutputs][width]
+  Buffer sums;  // [tile][kSumOutputs][width]
 };
 
 template <DType DTYPE>
@@ -148,46 +160,64 @@ void pack_rows(const Shared& s, int64_t tile, float* packed) {
   }
 }
 
+// Rows of a panel lie far apart and are short: no hardware prefetcher follows them.
+HWY_INLINE void prefetch(const Source& source, int64_t first, int64_t count) {
+  const int64_t end = std::min((first + count + 1) / 2, source.packed_size);
+  for (int64_t byte = first / 2; byte < end; byte += 64) hwy::Prefetch(source.weight.packed + byte);
+}
+
 template <DType DTYPE, Direction DIRECTION>
 void decode_panel(const Shared& s, const Source& source, int64_t output, int64_t outputs, int64_t r, int64_t depth, float* w) {
   constexpr bool kForward = DIRECTION == Direction::kForward;
-  Tables<DTYPE, kChain> tables;
+  Tables<DTYPE, kChain> tables[kBatch];
   const int64_t rows = kForward ? outputs : depth;
   const int64_t columns = kForward ? depth : outputs;
-  const int64_t first = (kForward ? output : r) * s.problem.k + (kForward ? r : output);
-  for (int64_t i = 0; i < rows; i++) {
-    tables.build(source, first + i * s.problem.k, columns);
-    decode_with(source, first + i * s.problem.k, columns, tables, w + i * kPitch<DIRECTION>);
+  const int64_t pitch = s.problem.k;
+  const int64_t first = (kForward ? output : r) * pitch + (kForward ? r : output);
+  for (int64_t i = 0; i < rows; i += kBatch) {
+    const int64_t stop = std::min(rows, i + kBatch);
+    for (int64_t j = i; j < stop; j++) {
+      prefetch(source, first + (j + kBatch) * pitch, columns);
+      tables[j - i].build(source, first + j * pitch, columns);
+    }
+    for (int64_t j = i; j < stop; j++) decode_with(source, first + j * pitch, columns, tables[j - i], w + j * kPitch<DIRECTION>);
   }
 }
 
+// sums: of the panel's first output.
+template <Direction DIRECTION, int VECTORS>
+HWY_INLINE void multiply_tiles(const float* w, int64_t outputs, const float* x, int64_t depth, float* sums, bool first) {
+  constexpr int kStep = kOutputs<VECTORS>;
+  int64_t o = 0;
+  for (; o + kRest < outputs; o += kStep) {
+    multiply_tile<DIRECTION, kStep, VECTORS>(w + panel_offset<DIRECTION>(o, 0), x, depth, sums + o * VECTORS * kWide, first);
+  }
+  if (o < outputs) multiply_tile<DIRECTION, kRest, VECTORS>(w + panel_offset<DIRECTION>(o, 0), x, depth, sums + o * VECTORS * kWide, first);
+}
+
 template <Direction DIRECTION>
-void multiply_panel(const Shared& s, int64_t outputs, int64_t r, int64_t depth, Scratch<DIRECTION>& scratch) {
+void multiply_panel(const Shared& s, int64_t begin, int64_t outputs, int64_t r, int64_t depth, Scratch<DIRECTION>& scratch) {
   for (int64_t tile = 0; tile < s.tiling.tiles; tile++) {
     const int64_t width = s.tiling.width(tile);
     const float* x = s.packed + tile * 2 * kWide * s.reduction + r * width;
-    float* sums = scratch.sums.get() + tile * 2 * kWide * kOutputs;
+    float* sums = scratch.sums.get() + tile * 2 * kWide * scratch.kSumOutputs + begin * width;
     if (width == kWide) {
-      for (int64_t o = 0; o < outputs; o += kTallRows) {
-        multiply_tile<DIRECTION, kTallRows, 1>(scratch.w.get() + panel_offset<DIRECTION>(o, 0), x, depth, sums + o * width, r == 0);
-      }
+      multiply_tiles<DIRECTION, 1>(scratch.w.get(), outputs, x, depth, sums, r == 0);
     } else {
-      for (int64_t o = 0; o < outputs; o += kBroadRows) {
-        multiply_tile<DIRECTION, kBroadRows, 2>(scratch.w.get() + panel_offset<DIRECTION>(o, 0), x, depth, sums + o * width, r == 0);
-      }
+      multiply_tiles<DIRECTION, 2>(scratch.w.get(), outputs, x, depth, sums, r == 0);
     }
   }
 }
 
-template <DType DTYPE>
-void store_outputs(const Shared& s, int64_t output, int64_t outputs, const float* sums) {
-  float bias[kOutputs] = {};
+template <DType DTYPE, Direction DIRECTION>
+void store_outputs(const Shared& s, int64_t output, int64_t outputs, const Scratch<DIRECTION>& scratch) {
+  float bias[kTask<DIRECTION>];
+  float row[kTask<DIRECTION>];
   if (s.problem.bias) load_row<DTYPE>(s.args.bias, output, outputs, bias);
-  float row[kOutputs];
   for (int64_t m = 0; m < s.tiling.rows; m++) {
     const int64_t tile = m / (2 * kWide);
     const int64_t width = s.tiling.width(tile);
-    const float* from = sums + tile * 2 * kWide * kOutputs + m % (2 * kWide);
+    const float* from = scratch.sums.get() + tile * 2 * kWide * scratch.kSumOutputs + m % (2 * kWide);
     for (int64_t o = 0; o < outputs; o++) row[o] = from[o * width];
     if (s.problem.bias) {
       for (int64_t o = 0; o < outputs; o++) row[o] += bias[o];
@@ -197,35 +227,44 @@ void store_outputs(const Shared& s, int64_t output, int64_t outputs, const float
 }
 
 template <DType DTYPE, Direction DIRECTION>
-void run_tasks(const Shared& s) {
-  const Source source(s.args.weight);
-  const int64_t tasks = (s.outputs + s.panel - 1) / s.panel;
-  const int64_t workers = std::min<int64_t>(num_threads(), tasks);
-  std::atomic<int64_t> next{0};
-  parallel_for(workers, 1, [&](int64_t, int64_t) {
-    if (next >= tasks) return;
-    Scratch<DIRECTION> scratch(s);
-    if (s.reduction == 0) std::fill_n(scratch.sums.get(), s.tiling.padded() * kOutputs, 0.0f);
-    for (int64_t task = next++; task < tasks; task = next++) {
-      const int64_t output = task * s.panel;
-      const int64_t outputs = std::min(s.panel, s.outputs - output);
-      for (int64_t r = 0; r < s.reduction; r += kChain) {
-        const int64_t depth = std::min(kChain, s.reduction - r);
-        decode_panel<DTYPE, DIRECTION>(s, source, output, outputs, r, depth, scratch.w.get());
-        multiply_panel<DIRECTION>(s, outputs, r, depth, scratch);
-      }
-      store_outputs<DTYPE>(s, output, outputs, scratch.sums.get());
+void run_task(const Shared& s, const Source& source, int64_t output, int64_t outputs, Scratch<DIRECTION>& scratch) {
+  for (int64_t r = 0; r < s.reduction; r += kChain) {
+    const int64_t depth = std::min(kChain, s.reduction - r);
+    for (int64_t begin = 0; begin < outputs; begin += kPanel<DIRECTION>) {
+      const int64_t width = std::min(kPanel<DIRECTION>, outputs - begin);
+      decode_panel<DTYPE, DIRECTION>(s, source, output + begin, width, r, depth, scratch.w.get());
+      multiply_panel<DIRECTION>(s, begin, width, r, depth, scratch);
     }
-  });
+  }
+  store_outputs<DTYPE, DIRECTION>(s, output, outputs, scratch);
 }
 
-// Small enough that all threads have work and that their panels together stay below kMaxPanelBytes.
-int64_t panel_outputs(int64_t outputs) {
+// Outputs of a task: few enough that all threads have work and that their panels together stay below kMaxPanelBytes. Tasks of grad_x start
+// on cache lines of W (128 weights) where its rows do.
+template <Direction DIRECTION>
+int64_t task_outputs(int64_t outputs) {
+  constexpr int64_t kUnit = DIRECTION == Direction::kForward ? kOutputs<1> : 128;
   const int64_t threads = num_threads();
-  const int64_t share = (outputs + 4 * threads - 1) / (4 * threads);
-  const int64_t limit = kMaxPanelBytes / (kChain * static_cast<int64_t>(sizeof(float)) * threads);
-  const int64_t wanted = std::min(std::max<int64_t>(share, 48), std::max<int64_t>(limit, kTallRows));
-  return std::clamp<int64_t>(wanted / kTallRows * kTallRows, kTallRows, kOutputs);
+  const int64_t share = (outputs + 2 * threads - 1) / (2 * threads);
+  const int64_t limit = kMaxPanelBytes / (kChain * static_cast<int64_t>(sizeof(float)) * threads) - kPadding;
+  int64_t task = std::min(share, kTask<DIRECTION>);
+  if (limit < kPanel<DIRECTION>) task = std::min(task, limit);
+  return std::max(task / kUnit * kUnit, kUnit);
+}
+
+template <DType DTYPE, Direction DIRECTION>
+void run_tasks(Shared& s) {
+  const Source source(s.args.weight);
+  s.task = task_outputs<DIRECTION>(s.outputs);
+  const int64_t tasks = (s.outputs + s.task - 1) / s.task;
+  std::atomic<int64_t> next{0};
+  parallel_for(std::min<int64_t>(num_threads(), tasks), 1, [&](int64_t, int64_t) {
+    if (next >= tasks) return;
+    Scratch<DIRECTION> scratch(s);
+    for (int64_t task = next++; task < tasks; task = next++) {
+      run_task<DTYPE, DIRECTION>(s, source, task * s.task, std::min(s.task, s.outputs - task * s.task), scratch);
+    }
+  });
 }
 
 template <DType DTYPE>
@@ -233,7 +272,6 @@ void multiply_all(const LinearProblem& problem, const LinearArgs& args) {
   const bool forward = problem.direction == Direction::kForward;
   Shared s{problem, args,   0, Tiling(std::min(problem.m, kRowBlock)), forward ? problem.n : problem.k, forward ? problem.k : problem.n,
            0,       nullptr};
-  s.panel = panel_outputs(s.outputs);
   const Buffer packed = allocate(s.tiling.padded() * std::max<int64_t>(s.reduction, 1));
   s.packed = packed.get();
   for (; s.first_row < problem.m; s.first_row += kRowBlock) {

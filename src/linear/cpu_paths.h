@@ -10,10 +10,9 @@ namespace nybble::cpu {
 // added in ascending order; then the bias; then one rounding to the output's dtype. CPUs without FMA round the products too.
 constexpr int64_t kChain = 256;
 
-// The lane order of one row, forward only: 32 sums over the products whose place in a run of 64 agrees in bit 5 and bits 0 .. 3, ascending
-// (place p = 32 b + 4 j + l goes to sum (b, j mod 4, l)); then a fixed tree. Another order than the panels', so a row computed alone may
-// differ in its last bits from the same row among others: linear_cpu takes the panels when batch_invariant is set.
-// The gradient of one row takes the panel order.
+// The order of one row, forward only: 64 sums, one for each place in runs of 64 consecutive products, ascending, one fused multiply-add
+// each; then a fixed tree over the places. Another order than the panels', so a row computed alone may differ in its last bits from the
+// same row among others: linear_cpu takes the panels when batch_invariant is set. The gradient of one row takes the panel order.
 void multiply_row(const LinearProblem& problem, const LinearArgs& args);
 // Any number of rows.
 void multiply_panels(const LinearProblem& problem, const LinearArgs& args);

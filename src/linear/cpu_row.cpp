@@ -31,9 +31,6 @@ namespace nybble::cpu::HWY_NAMESPACE {
 #if HWY_TARGET != HWY_SCALAR
 namespace {
 
-// Place p of a run of 64 in the order in which decode_step leaves it: vector j holds 4 j .. 4 j + 3 of both groups of 32.
-constexpr int64_t decoded_place(int64_t p) { return kSteps == 1 ? p % kGroup / 4 * 8 + p / kGroup * 4 + p % 4 : p; }
-
 // `count` values as fp32 in decoded order, zeros up to a whole run.
 template <DType DTYPE>
 std::vector<float> load_decoded_order(const void* in, int64_t count) {
@@ -57,7 +54,7 @@ HWY_INLINE void for_each_run(const Source& source, int64_t first, int64_t count,
     const uint8_t* b = tables.of(i + kGroup);
     NYBBLE_UNROLL
     for (int step = 0; step < kSteps; step++) {
-      decode_step<DTYPE>(source.weight.packed + i / 2 + 16 * step, step == 0 ? a : b, b, v);
+      decode_places<DTYPE>(source.weight.packed + i / 2 + 16 * step, step == 0 ? a : b, b, v);
       use(run, step, v);
     }
   }
@@ -75,13 +72,15 @@ HWY_INLINE void for_each_run(const Source& source, int64_t first, int64_t count,
   }
 }
 
-// The fixed tree over the 32 sums: j mod 4 first, then the two groups, then the places.
-HWY_INLINE float add_lanes(const VFloats (&sums)[kSteps][4]) {
+// The fixed tree over the 64 sums. Of a place's bits, it adds over 0 and 1 first, then 4, 5, and last 2 and 3.
+HWY_INLINE float add_places(const VFloats (&sums)[kSteps][8]) {
   const Floats d;
   alignas(64) float lanes[kSteps * kLanes];
   NYBBLE_UNROLL
   for (int s = 0; s < kSteps; s++) {
-    hn::Store(hn::Add(hn::Add(sums[s][0], sums[s][1]), hn::Add(sums[s][2], sums[s][3])), d, lanes + s * kLanes);
+    const VFloats lower = hn::Add(hn::Add(sums[s][0], sums[s][1]), hn::Add(sums[s][2], sums[s][3]));
+    const VFloats upper = hn::Add(hn::Add(sums[s][4], sums[s][5]), hn::Add(sums[s][6], sums[s][7]));
+    hn::Store(hn::Add(lower, upper), d, lanes + s * kLanes);
   }
   float total[4];
   for (int l = 0; l < 4; l++) total[l] = lanes[l] + lanes[4 + l];
@@ -92,11 +91,11 @@ template <DType DTYPE>
 float dot_row(const Source& source, int64_t row, const float* HWY_RESTRICT x, Tables<DTYPE, kRowSegment>& tables) {
   const Floats d;
   const int64_t k = source.weight.k;
-  VFloats sums[kSteps][4];
+  VFloats sums[kSteps][8];
   NYBBLE_UNROLL
   for (int s = 0; s < kSteps; s++) {
     NYBBLE_UNROLL
-    for (int j = 0; j < 4; j++) sums[s][j] = hn::Zero(d);
+    for (int j = 0; j < 8; j++) sums[s][j] = hn::Zero(d);
   }
   for (int64_t begin = 0; begin < k; begin += kRowSegment) {
     for_each_run<DTYPE>(source, row * k + begin, std::min(kRowSegment, k - begin), tables,
@@ -104,11 +103,11 @@ float dot_row(const Source& source, int64_t row, const float* HWY_RESTRICT x, Ta
                           const float* at = x + begin + run * kRun + 8 * step * kLanes;
                           NYBBLE_UNROLL
                           for (int j = 0; j < 8; j++) {
-                            sums[step][j % 4] = hn::MulAdd(v[j], hn::LoadU(d, at + j * kLanes), sums[step][j % 4]);
+                            sums[step][j] = hn::MulAdd(v[j], hn::LoadU(d, at + j * kLanes), sums[step][j]);
                           }
                         });
   }
-  return add_lanes(sums);
+  return add_places(sums);
 }
 
 template <DType DTYPE>
