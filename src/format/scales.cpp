@@ -94,7 +94,7 @@ float absmax_mean(const float* absmax, int64_t blocks) {
 void quantize_scales(const float* absmax, int64_t blocks, float offset, const float* nested_code, uint8_t* codes, float* nested_absmax,
                      Reciprocal reciprocal) {
   ScaleSource source{absmax, blocks, offset, {}, format::Inverse(reciprocal)};
-  std::memcpy(source.code, nested_code, sizeof source.code);
+  for (int i = 0; i < 256; i++) source.code[i] = flush(load<float>(nested_code, i));
   parallel_for(num_blocks(blocks, kNestedBlockSize), 16, [&](int64_t group, int64_t end) {
     for (; group < end; group++) quantize_scale_group(source, group, codes, nested_absmax);
   });
