@@ -3,6 +3,7 @@
 #include <iomanip>
 #include <sstream>
 
+#include "linear/hopper.h"
 #include "linear/portable.h"
 #include "linear/thresholds.h"
 #include "nybble/error.h"
@@ -19,7 +20,15 @@ struct FusedPath {
   LinearPlan (*plan)(const LinearProblem&, const DeviceModel&);
 };
 
-std::span<const FusedPath> fused_paths() { return {}; }
+// Paths whose kernels this build has. A build without CUDA launches nothing, so it plans with all of them.
+std::span<const FusedPath> fused_paths() {
+#if !defined(NYBBLE_HAVE_CUDA) || defined(NYBBLE_HAVE_SM90A)
+  static constexpr FusedPath kPaths[] = {{LinearPath::kHopper, supports_hopper, plan_hopper}};
+  return kPaths;
+#else
+  return {};
+#endif
+}
 
 const FusedPath* find_path(LinearPath path) {
   for (const FusedPath& candidate : fused_paths()) {

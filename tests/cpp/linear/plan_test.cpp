@@ -59,6 +59,9 @@ INSTANTIATE_TEST_SUITE_P(
                       PathCase{"NoRows", problem(0, 64, 64), kH200, LinearPath::kNone},
                       PathCase{"NoColumns", problem(4, 0, 64), kCpuDevice, LinearPath::kNone},
                       PathCase{"GpuDequant", with_mode(problem(4, 64, 64), LinearMode::kDequant), kH200, LinearPath::kDequant},
+                      PathCase{"HopperMany", problem(2048, 14336, 4096), kH200, LinearPath::kHopper},
+                      PathCase{"HopperFew", problem(1, 4096, 4096, Direction::kGradInput), kH200, LinearPath::kHopper},
+                      PathCase{"HopperOddN", problem(2048, 1001, 4096), kH200, LinearPath::kDequant},
                       PathCase{"GpuFp32", fp32(problem(3, 64, 64)), kH200, LinearPath::kDequant},
                       PathCase{"OldCard", problem(4, 64, 64), kTuring, LinearPath::kDequant}),
     [](const auto& info) { return info.param.title; });
