@@ -29,7 +29,7 @@ struct TileModel {
 constexpr TileModel kTileModels[kHopperTiles] = {
     {256, 4, 1045, 3000, 7000, 9000}, {128, 8, 660, 2000, 4700, 4000}, {128, 8, 650, 2000, 4500, 4000}, {64, 8, 480, 1200, 3000, 2500}};
 constexpr double kStreamKTiles = 0.1;  // what stream-K costs besides, in tiles
-constexpr double kPieceClocks = 1500;  // of a piece beyond the second
+constexpr double kPieceClocks = 6;     // of a piece beyond the second, a token of the tile
 // Longer tiles put the clusters at distant k: where several token tiles share packed rows, those are read from DRAM several times.
 constexpr int kStreamKMaxSteps = 128;
 
@@ -76,7 +76,7 @@ double expected_clocks(const LinearProblem& p, const DeviceModel& device, Hopper
   const int pieces = pieces_of_tail(tiles, clusters, steps / model.unit);
   if (pieces < 2) return -1;
   return static_cast<double>(full_waves) * whole_tile + static_cast<double>(steps) * model.step / pieces + model.tile + model.exchange +
-         (pieces - 2) * kPieceClocks;
+         (pieces - 2) * kPieceClocks * model.tokens;
 }
 
 LinearPlan finished(const LinearProblem& p, LinearPlan plan) {
