@@ -81,10 +81,16 @@ GoldenCase make_case(const GoldenFile& file, const std::string& stem, bool neste
   return golden;
 }
 
+std::filesystem::path setting(const char* variable, const std::filesystem::path& otherwise) {
+  const char* value = std::getenv(variable);
+  return value ? std::filesystem::path(value) : otherwise;
+}
+
+std::filesystem::path data_folder() { return setting("NYBBLE_TEST_DATA", NYBBLE_TEST_DATA); }
+
 std::vector<std::filesystem::path> golden_files() {
-  const char* folder = std::getenv("NYBBLE_GOLDEN");
   std::vector<std::filesystem::path> paths;
-  for (const auto& entry : std::filesystem::directory_iterator(folder ? folder : NYBBLE_TEST_DATA "/golden")) {
+  for (const auto& entry : std::filesystem::directory_iterator(setting("NYBBLE_GOLDEN", data_folder() / "golden"))) {
     if (entry.path().filename().string().find(".safetensors") != std::string::npos) paths.push_back(entry.path());
   }
   std::sort(paths.begin(), paths.end());
@@ -127,7 +133,7 @@ std::vector<uint8_t> read_bytes(const std::filesystem::path& path) {
   return bytes;
 }
 
-std::vector<uint8_t> read_reciprocal_table() { return read_bytes(NYBBLE_TEST_DATA "/rcp_approx_sm90.bin.gz"); }
+std::vector<uint8_t> read_reciprocal_table() { return read_bytes(data_folder() / "rcp_approx_sm90.bin.gz"); }
 
 Nf4Weight GoldenCase::weight() const {
   Nf4Weight result;

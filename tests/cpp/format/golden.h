@@ -39,7 +39,7 @@ struct GoldenCase {
   Nf4Weight weight() const;
 };
 
-// Every case of every file in the golden folder: tests/data/golden, or $NYBBLE_GOLDEN when that is set.
+// Every case of every file in the golden folder: $NYBBLE_GOLDEN, else golden/ in the data folder ($NYBBLE_TEST_DATA, else tests/data).
 const std::vector<GoldenCase>& golden_cases();
 
 // The input dtypes' code tables as stored in the golden files, one a file.
