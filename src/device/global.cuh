@@ -12,6 +12,16 @@ __device__ __forceinline__ uint4 load_global_u128(const void* pointer) {
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer));
   return v;
 }
+__device__ __forceinline__ uint2 load_global_u64(const void* pointer) {
+  uint2 v;
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(pointer));
+  return v;
+}
+__device__ __forceinline__ uint32_t load_global_u32(const void* pointer) {
+  uint32_t v;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(pointer));
+  return v;
+}
 __device__ __forceinline__ uint32_t load_global_u8(const void* pointer) {
   uint32_t v;
   asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(pointer));

@@ -5,6 +5,7 @@
 #include "core/cuda_check.h"
 #include "linear/hopper.h"
 #include "linear/portable.h"
+#include "linear/row.h"
 #include "nybble/cuda.h"
 #include "nybble/error.h"
 
@@ -48,6 +49,7 @@ const DeviceModel& cuda_device_model(int ordinal) {
 
 void linear_cuda(const LinearPlan& plan, const LinearProblem& problem, const LinearArgs& args, CudaStream stream) {
   if (plan.path == LinearPath::kNone) return;
+  if (plan.path == LinearPath::kRow) return launch_row(plan, problem, args, stream);
   if (plan.path == LinearPath::kPortable) return launch_portable(plan, problem, args, stream);
 #ifdef NYBBLE_HAVE_SM90A
   if (plan.path == LinearPath::kHopper) return launch_hopper(plan, problem, args, stream);

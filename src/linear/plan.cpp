@@ -5,6 +5,7 @@
 
 #include "linear/hopper.h"
 #include "linear/portable.h"
+#include "linear/row.h"
 #include "linear/thresholds.h"
 #include "nybble/error.h"
 #include "nybble/linear.h"
@@ -20,15 +21,17 @@ struct FusedPath {
   LinearPlan (*plan)(const LinearProblem&, const DeviceModel&);
 };
 
-// Paths whose kernels this build has. A build without CUDA launches nothing, so it plans with all of them.
-std::span<const FusedPath> fused_paths() {
+// Paths whose kernels this build has, in the order in which mode fused falls back on them. A build without CUDA launches nothing, so it
+// plans with all of them.
+constexpr FusedPath kFusedPaths[] = {
 #if !defined(NYBBLE_HAVE_CUDA) || defined(NYBBLE_HAVE_SM90A)
-  static constexpr FusedPath kPaths[] = {{LinearPath::kHopper, supports_hopper, plan_hopper}};
-  return kPaths;
-#else
-  return {};
+    {LinearPath::kHopper, supports_hopper, plan_hopper},
 #endif
-}
+    {LinearPath::kPortable, supports_portable, plan_portable},
+    {LinearPath::kRow, supports_row, plan_row},
+};
+
+std::span<const FusedPath> fused_paths() { return kFusedPaths; }
 
 const FusedPath* find_path(LinearPath path) {
   for (const FusedPath& candidate : fused_paths()) {
@@ -113,6 +116,11 @@ LinearPlan auto_plan(const LinearProblem& problem, const DeviceModel& device, co
   }
   std::string refusal = supports_fused(problem, device);
   if (!refusal.empty()) return dequant_plan(refusal);
+  if (problem.batch_invariant) {  // one path for every m: the table must not choose by it
+    for (const FusedPath& path : fused_paths()) {
+      if (path.supports(problem, device).empty()) return path.plan(problem, device);
+    }
+  }
   for (const Threshold& row : thresholds()) {
     if (!covers(row, problem, device)) continue;
     const FusedPath* path = find_path(row.path);

@@ -1,30 +1,18 @@
 // Instantiates the portable kernel for one element type: one source file a type, so that they compile side by side.
 #pragma once
 
-#include <atomic>
-
 #include "core/cuda_check.h"
+#include "linear/kernel_shared_memory.h"
 #include "linear/portable.cuh"
 #include "linear/portable.h"
 
 namespace nybble::portable {
 
-// Allows the kernel its dynamic shared memory, once a device.
-inline void allow_shared(const void* kernel, int bytes, std::atomic<uint64_t>& done) {
-  int ordinal = 0;
-  check(cudaGetDevice(&ordinal));
-  const uint64_t bit = uint64_t{1} << (ordinal & 63);
-  if (done.load(std::memory_order_acquire) & bit) return;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-  done.fetch_or(bit, std::memory_order_release);
-}
-
 template <class C, template <class> class X = Activations, template <class> class W = PackedWeights>
 void launch(const Params& params, int grid, cudaStream_t stream) {
-  static std::atomic<uint64_t> allowed{0};
+  static SharedMemoryAllowance allowance;
   const auto kernel = portable_kernel<C, X, W>;
-  allow_shared(reinterpret_cast<const void*>(kernel), C::kSharedBytes, allowed);
+  allowance.allow(reinterpret_cast<const void*>(kernel), C::kSharedBytes);
   kernel<<<grid, C::kThreads, C::kSharedBytes, stream>>>(params);
   check_launch();
 }

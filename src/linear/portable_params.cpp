@@ -1,28 +1,10 @@
 #include "linear/portable_params.h"
 
-#include <bit>
-
-#include "format/tables.h"
 #include "linear/portable.h"
 #include "nybble/error.h"
 
 namespace nybble::portable {
 namespace {
-
-// Plain scales are nested ones with code value 1 and offset -0: x * 1 + -0 is x. The kernel has one path for both.
-void set_weight(Params& p, const Nf4Weight& weight) {
-  const Scales& scales = weight.scales;
-  const bool nested = scales.nested();
-  p.packed = weight.packed;
-  p.codes = nested ? scales.absmax_codes : reinterpret_cast<const uint8_t*>(scales.absmax);
-  p.scales = nested ? scales.nested_absmax : scales.absmax;
-  p.code_values = nested ? scales.nested_code : nullptr;
-  p.offset = nested ? scales.offset : nullptr;
-  p.scale_shift = nested ? 8 : 0;
-  p.block_shift = std::countr_zero(static_cast<uint32_t>(weight.block_size));
-  const auto& values = weight.quant_type == QuantType::kNf4 ? format::kNf4Values : format::kFp4Values;
-  for (int i = 0; i < 16; i++) p.values[i] = values[i];
-}
 
 int ceil_div(int64_t a, int b) { return static_cast<int>((a + b - 1) / b); }
 
@@ -33,7 +15,7 @@ Params make_params(const LinearPlan& plan, const LinearProblem& problem, const L
   const int64_t reduction = forward ? problem.k : problem.n, columns = forward ? problem.n : problem.k;
   const PortableTile& tile = portable_tiles()[plan.variant];
   Params p{};
-  set_weight(p, args.weight);
+  static_cast<WeightOperand&>(p) = weight_operand(args.weight);
   p.x = args.in;
   p.x_stride = args.in_row_stride ? args.in_row_stride : reduction;
   p.bias = forward ? args.bias : nullptr;

@@ -1,9 +1,14 @@
 #include "linear/thresholds.h"
 
+#include "linear/row.h"
+
 namespace nybble {
 namespace {
 
+// Columns: path, compute capabilities, tokens, forward, input gradient, record.
 constexpr Threshold kThresholds[] = {
+    // Few tokens are bound by memory and decoding on every card. A count of instructions.
+    {LinearPath::kRow, 80, 999, 1, kRowMaxTokens, true, true, ""},
     // Cards with a slow tensor core (GeForce, workstation): decoding costs 0-4% of the multiply, a separate pass more. A model.
     {LinearPath::kPortable, 86, 89, 1, kAnyCount, true, true, ""},
     {LinearPath::kPortable, 120, 129, 1, kAnyCount, true, true, ""},

@@ -13,6 +13,8 @@ namespace {
 
 const DeviceModel kCpuDevice{"cpu", 0, 0, 0, 0};
 const DeviceModel kH200{"NVIDIA H200", 90, 132, 60 << 20, 232448};
+const DeviceModel kRtx4090{"NVIDIA GeForce RTX 4090", 89, 128, 72 << 20, 101376};
+const DeviceModel kA100{"NVIDIA A100-SXM4-80GB", 80, 108, 40 << 20, 166912};
 const DeviceModel kTuring{"NVIDIA T4", 75, 40, 4 << 20, 65536};
 
 LinearProblem problem(int64_t m, int64_t n, int64_t k, Direction direction = Direction::kForward) {
@@ -23,6 +25,11 @@ LinearProblem problem(int64_t m, int64_t n, int64_t k, Direction direction = Dir
 
 LinearProblem with_mode(LinearProblem p, LinearMode mode) {
   p.mode = mode;
+  return p;
+}
+
+LinearProblem with_block(LinearProblem p, int32_t block_size) {
+  p.block_size = block_size;
   return p;
 }
 
@@ -60,9 +67,17 @@ INSTANTIATE_TEST_SUITE_P(
                       PathCase{"NoColumns", problem(4, 0, 64), kCpuDevice, LinearPath::kNone},
                       PathCase{"GpuDequant", with_mode(problem(4, 64, 64), LinearMode::kDequant), kH200, LinearPath::kDequant},
                       PathCase{"HopperMany", problem(2048, 14336, 4096), kH200, LinearPath::kHopper},
-                      PathCase{"HopperFew", problem(1, 4096, 4096, Direction::kGradInput), kH200, LinearPath::kHopper},
+                      PathCase{"H200OneTokenGrad", problem(1, 4096, 4096, Direction::kGradInput), kH200, LinearPath::kRow},
                       PathCase{"HopperOddN", problem(2048, 1001, 4096), kH200, LinearPath::kDequant},
                       PathCase{"GpuFp32", fp32(problem(3, 64, 64)), kH200, LinearPath::kDequant},
+                      PathCase{"H200OneToken", problem(1, 14336, 4096), kH200, LinearPath::kRow},
+                      PathCase{"H200EightTokensGrad", problem(8, 4096, 4096, Direction::kGradInput), kH200, LinearPath::kRow},
+                      PathCase{"H200SomeTokens", problem(64, 14336, 4096), kH200, LinearPath::kHopper},
+                      PathCase{"GeForceManyTokens", problem(8192, 14336, 4096), kRtx4090, LinearPath::kPortable},
+                      PathCase{"A100ManyTokens", problem(8192, 14336, 4096), kA100, LinearPath::kDequant},
+                      PathCase{"OddColumns", problem(64, 256, 100), kRtx4090, LinearPath::kDequant},
+                      PathCase{"Block32", with_block(problem(64, 256, 128), 32), kRtx4090, LinearPath::kDequant},
+                      PathCase{"Block32OneToken", with_block(problem(1, 256, 128), 32), kRtx4090, LinearPath::kRow},
                       PathCase{"OldCard", problem(4, 64, 64), kTuring, LinearPath::kDequant}),
     [](const auto& info) { return info.param.title; });
 
@@ -101,6 +116,34 @@ INSTANTIATE_TEST_SUITE_P(
                       BadCase{"Alignment512", [](auto& p) { p.packed_alignment = 512; }, "512"},
                       BadCase{"BiasInGrad", [](auto& p) { p.bias = true, p.direction = Direction::kGradInput; }, "bias"}),
     [](const auto& info) { return info.param.title; });
+
+TEST(Plan, WorkspaceAndGridStayInBounds) {
+  for (const DeviceModel& device : {kH200, kRtx4090, kA100}) {
+    for (const int64_t m : {1, 2, 3, 4, 8, 9, 16, 17, 64, 65, 128, 129, 256, 300, 512, 2048, 65536}) {
+      for (const auto& [n, k] :
+           {std::pair<int64_t, int64_t>{14336, 4096}, {4096, 14336}, {1024, 4096}, {128256, 8192}, {8, 64}, {27648, 5120}}) {
+        for (const Direction direction : {Direction::kForward, Direction::kGradInput}) {
+          const LinearPlan plan = plan_linear(problem(m, n, k, direction), device);
+          EXPECT_LE(plan.workspace_bytes, (int64_t{32} << 20) + n * k * 2 / 32) << m << " " << n << " " << k << ": " << to_string(plan);
+          if (plan.path != LinearPath::kDequant) EXPECT_GE(plan.grid, 1) << to_string(plan);
+        }
+      }
+    }
+  }
+}
+
+TEST(Plan, BatchInvariantPlansAreOfOneOrderWhateverM) {
+  for (const DeviceModel& device : {kRtx4090, kA100}) {
+    for (const int64_t m : {1, 8, 16, 100, 256, 1000, 9000}) {
+      LinearProblem p = problem(m, 4096, 4096);
+      p.batch_invariant = true;
+      const LinearPlan plan = plan_linear(p, device);
+      EXPECT_EQ(plan.path, LinearPath::kPortable) << to_string(plan);
+      EXPECT_TRUE(plan.batch_invariant && plan.split == 1 && plan.split_tiles == 0) << to_string(plan);
+    }
+  }
+  EXPECT_FALSE(plan_linear(problem(1, 4096, 4096), kRtx4090).batch_invariant) << "the control: the row kernel's order depends on m";
+}
 
 TEST(Plan, FusedModeWithoutAFusedPathIsAnErrorWithTheReason) {
   const LinearProblem p = fp32(with_mode(problem(8, 256, 128), LinearMode::kFused));

@@ -20,6 +20,9 @@
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
+using std::fmaf;
+using std::memcpy;
+
 struct uint2 {
   uint32_t x, y;
 };
@@ -80,6 +83,11 @@ using __nv_bfloat16 = simt::Float16<false>;
 
 inline void __syncthreads() { simt::barrier(); }
 inline void __threadfence() {}
+inline float __uint_as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }

@@ -14,6 +14,8 @@ V load_global(const void* pointer) {
   return v;
 }
 inline uint4 load_global_u128(const void* pointer) { return load_global<uint4>(pointer); }
+inline uint2 load_global_u64(const void* pointer) { return load_global<uint2>(pointer); }
+inline uint32_t load_global_u32(const void* pointer) { return load_global<uint32_t>(pointer); }
 inline uint32_t load_global_u8(const void* pointer) { return load_global<uint8_t>(pointer); }
 inline uint32_t load_global_u16(const void* pointer) { return load_global<uint16_t>(pointer); }
 inline float load_global_f32(const void* pointer) { return load_global<float>(pointer); }

@@ -1,0 +1,179 @@
+"""Whether the portable and row kernels are right on the GPU at hand.
+
+    python portable_check.py LIBRARY [--seconds S] [--json FILE] [--tiny]
+
+Random packed bytes and scales. Identity inputs must give back every weight bit for bit; random inputs must be as close
+to float64 as cuBLAS (ratio <= 1.05); outputs start as NaN between guard values; repeats must be bit-equal; a flipped
+bit of a code must be seen. --tiny: a few small cases, for compute-sanitizer. Exit status 1 when something is wrong.
+"""
+
+import argparse
+import json
+import sys
+import time
+
+import torch
+from portable_kernels import PORTABLE, ROW, TILES, Kernels, Weight
+
+
+def relative_error(out, reference):
+    return ((out.double() - reference).norm() / reference.norm().clamp_min(1e-30)).item()
+
+
+def poisoned(rows, columns, dtype):
+    memory = torch.full((rows * columns + 64,), 77.0, dtype=dtype, device="cuda")
+    out = memory[32 : 32 + rows * columns].view(rows, columns)
+    out.fill_(float("nan"))
+    return memory, out
+
+
+def guards_intact(memory):
+    return bool((memory[:32] == 77).all() and (memory[-32:] == 77).all())
+
+
+def check_case(kernels, weight, m, direction, dtype, bias, options):
+    """Empty, or what is wrong."""
+    dense = weight.dense(dtype)
+    w = dense if direction else dense.t()
+    reduction, columns = w.shape
+    x = torch.randn(m, reduction, dtype=dtype, device="cuda")
+    b = torch.randn(columns, dtype=dtype, device="cuda") if bias and not direction else None
+    reference = x.double() @ w.double() + (b.double() if b is not None else 0)
+    cublas = torch.addmm(b, x, w) if b is not None else x @ w
+    outs = []
+    for _ in range(3):
+        memory, out = poisoned(m, columns, dtype)
+        c = kernels.call(weight, x, out, direction, bias=b, **options)
+        kernels.plan(c)
+        kernels.run(c)
+        torch.cuda.synchronize()
+        if not guards_intact(memory):
+            return "wrote outside its output"
+        outs.append(out)
+    error, limit = relative_error(outs[0], reference), relative_error(cublas, reference)
+    factor = 1.05 if outs[0].numel() >= 4096 else 1.5
+    if not error <= factor * limit + 1e-9:
+        return f"error {error:.3e}, cuBLAS {limit:.3e}"
+    if not all(torch.equal(outs[0], other) for other in outs[1:]):
+        return "repeats differ"
+    return ""
+
+
+def check_identity(kernels, weight, direction, dtype, options):
+    dense = weight.dense(dtype)
+    w = dense if direction else dense.t()
+    wrong = 0
+    tokens = 8 if options.get("path") == ROW else 512
+    for first in range(0, w.shape[0], tokens):
+        last = min(first + tokens, w.shape[0])
+        x = torch.eye(w.shape[0], dtype=dtype, device="cuda")[first:last].contiguous()
+        memory, out = poisoned(last - first, w.shape[1], dtype)
+        c = kernels.call(weight, x, out, direction, **options)
+        kernels.plan(c)
+        kernels.run(c)
+        wrong += int((out != w[first:last]).sum()) + (not guards_intact(memory))
+    return f"{wrong} of {w.numel()} weights wrong" if wrong else ""
+
+
+def flip_is_seen(kernels, weight, options):
+    """The control: after a flipped bit of one code, identity must fail."""
+    before = weight.dense(torch.bfloat16)
+    weight.packed[weight.packed.numel() // 3] ^= 0x40
+    position = 2 * (weight.packed.numel() // 3) % weight.k
+    x = torch.eye(weight.k, dtype=torch.bfloat16, device="cuda")[position : position + 1].contiguous()
+    out = torch.empty(1, weight.n, dtype=torch.bfloat16, device="cuda")
+    c = kernels.call(weight, x, out, 0, **options)
+    kernels.plan(c)
+    kernels.run(c)
+    return not torch.equal(out[0], before[:, position])
+
+
+def portable_options():
+    return [dict(path=PORTABLE, variant=v, cut=cut) for v in TILES for cut in (0, 1)]
+
+
+def check_cases():
+    """(weight arguments, tokens, directions, dtype, bias, options)"""
+    b, h = torch.bfloat16, torch.float16
+    every = portable_options()
+    for block in (64, 128, 256, 512, 1024, 2048, 4096):
+        yield dict(n=640, k=512, block=block), (70,), (0, 1), b, False, every[::3]
+    for nested, dtype, quant_type in ((False, b, 0), (True, h, 0), (False, h, 1), (True, b, 1)):
+        yield dict(n=648, k=576, nested=nested, quant_type=quant_type), (1, 33, 200), (0, 1), dtype, True, every
+    yield dict(n=1000, k=704), (1, 3, 17, 127, 129, 257), (0, 1), b, True, every
+    yield dict(n=333, k=448), (65,), (0,), b, True, every
+    yield dict(n=8, k=64), (1, 300), (0, 1), b, False, every
+    yield dict(n=4096, k=4096), (16, 100, 512), (0, 1), b, False, every
+    row = [dict(path=ROW)]
+    for block in (32, 64, 4096):
+        yield dict(n=301, k=1056, block=block), (1, 2, 3, 4, 5, 8), (0, 1), b, True, row
+    for nested, dtype, quant_type in ((False, b, 0), (True, h, 0), (False, h, 1)):
+        yield dict(n=513, k=2080, nested=nested, quant_type=quant_type), (1, 2, 4, 7), (0, 1), dtype, True, row
+    for n, k in ((1, 32), (5, 96), (14336, 4096), (4096, 14336), (4096, 4096)):
+        yield dict(n=n, k=k), (1, 2, 4, 8), (0, 1), b, False, row
+
+
+def check_tiny(kernels):
+    failures, cases = [], 0
+    arms = [(options, (1, 20)) for options in portable_options()] + [(dict(path=ROW), (1, 2, 3, 8))]
+    for options, tokens in arms:
+        for m in tokens:
+            for direction in (0, 1):
+                cases += 1
+                wrong = check_case(kernels, Weight(136, 320), m, direction, torch.bfloat16, True, options)
+                if wrong:
+                    failures.append((m, direction, options, wrong))
+    print("TINY", cases, "cases, wrong:", failures)
+    return dict(cases=cases, failures=[str(f) for f in failures])
+
+
+def check(kernels, seconds):
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    start, cases, failures, skipped = time.time(), 0, [], 0
+    for options in (*portable_options(), dict(path=ROW)):
+        seen = flip_is_seen(kernels, Weight(136, 128), options)
+        if not seen:
+            failures.append((options, "a flipped bit was not seen"))
+        for direction in (0, 1):
+            for dtype in (torch.bfloat16, torch.float16):
+                cases += 1
+                wrong = check_identity(kernels, Weight(1032, 1088), direction, dtype, options)
+                if wrong:
+                    failures.append((options, direction, str(dtype), wrong))
+    for arguments, tokens, directions, dtype, bias, arms in check_cases():
+        if time.time() - start > seconds:
+            skipped += 1
+            continue
+        for m in tokens:
+            for direction in directions:
+                weight = Weight(**arguments)
+                for options in arms:
+                    cases += 1
+                    wrong = check_case(kernels, weight, m, direction, dtype, bias, options)
+                    if wrong:
+                        failures.append((arguments, m, direction, str(dtype), options, wrong))
+    for failure in failures[:20]:
+        print("WRONG", failure)
+    print(f"CHECK {cases} cases, {len(failures)} wrong, {skipped} groups skipped, {time.time() - start:.0f} s")
+    return dict(cases=cases, failures=[str(f) for f in failures], skipped=skipped)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("library")
+    parser.add_argument("--seconds", type=float, default=40)
+    parser.add_argument("--json")
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    torch.manual_seed(int(time.time()))
+    kernels = Kernels(arguments.library)
+    print(torch.cuda.get_device_name(), "sm", kernels.sm, "SMs", kernels.sms, "torch", torch.__version__)
+    result = check_tiny(kernels) if arguments.tiny else check(kernels, arguments.seconds)
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(dict(device=torch.cuda.get_device_name(), torch=torch.__version__, result=result), file)
+    return 1 if result.get("failures") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
