@@ -8,19 +8,33 @@ from .errors import StaleWeightError, UnsupportedError
 from .linear import linear, matmul_4bit, nf4_linear
 from .quant_state import QuantState
 from .quantize import dequantize_4bit, quantize_4bit
+from .streaming.pool import SlotPool
 
 __version__ = build_info()["version"]
 
 __all__ = [
     "QuantState",
+    "SlotPool",
     "StaleWeightError",
     "UnsupportedError",
     "build_info",
     "dequantize_4bit",
     "linear",
     "matmul_4bit",
+    "memory_stats",
     "nf4_linear",
     "path_counters",
     "quantize_4bit",
     "reset_path_counters",
+    "stream",
+    "unstream",
 ]
+
+
+def __getattr__(name: str):
+    # Streaming whole models needs transformers and bitsandbytes, the rest of nybble does not.
+    if name in ("memory_stats", "stream", "unstream"):
+        from .streaming import model
+
+        return getattr(model, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

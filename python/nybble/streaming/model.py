@@ -1,0 +1,258 @@
+"""nybble.stream: a transformers model whose decoder layers pass through a few slots."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+
+import torch
+from transformers import BitsAndBytesConfig, PretrainedConfig
+from transformers.quantizers import AutoHfQuantizer
+from transformers.utils.quantization_config import QuantizationMethod
+
+from ..errors import UnsupportedError
+from ..quant_state import QUANT_TYPE_CODES, nested_table, table
+from . import modules, native, skeleton
+from .store import CheckpointStore
+from .visit import Fetcher, LayerVisit
+from .weights import StreamedWeight, Tables
+
+_live: weakref.WeakSet[Streamed] = weakref.WeakSet()
+
+
+class Streamed:
+    """Everything that one streamed model owns: arena, slots, ring, and what unstream() needs to undo it."""
+
+    def __init__(self, model: torch.nn.Module, store: CheckpointStore, window: int, device: torch.device, ring_options):
+        self.base = skeleton.base_model_of(model)
+        self.device = device
+        self.layers: Sequence[torch.nn.Module] = self.base.base_model.layers
+        self.window = min(window, len(self.layers))
+        self.arena = native.Arena()
+        self._owners: list[int] = []
+        self._forget = weakref.finalize(self, _forget_owners, self._owners)
+        self.projections = self._find(store)
+        self._plan(store)
+        self._make_ring(ring_options)
+
+    def _find(self, store: CheckpointStore) -> list[dict[str, torch.nn.Linear]]:
+        """Per layer, the modules whose weight is 4-bit in the store, by their name in the store."""
+        prefix = next(name for name, module in self.base.named_modules() if module is self.layers)
+        found = []
+        for index, layer in enumerate(self.layers):
+            here = {}
+            for path, module in layer.named_modules():
+                name = skeleton.store_name(f"{prefix}.{index}.{path}.").rstrip(".")
+                if isinstance(module, torch.nn.Linear) and store.is_quantised(name):
+                    here[name] = module
+            if not here:
+                raise ValueError(
+                    f"layer {prefix}.{index} has no 4-bit weight in {store.path}; is it a store of this model?"
+                )
+            found.append(here)
+        self.layer_names = [f"{prefix}.{index}" for index in range(len(self.layers))]
+        return found
+
+    def _plan(self, store: CheckpointStore) -> None:
+        """Validates every weight of the store and copies it into the arena. The model is not touched."""
+        self.weights: list[list[StreamedWeight]] = []
+        self.layouts: list[tuple[int, dict[str, dict[str, int]]]] = []
+        self.visits: list[LayerVisit] = []
+        for layer_name, projections in zip(self.layer_names, self.projections, strict=True):
+            stored = [store.weight(name) for name in projections]
+            for weight, module in zip(stored, projections.values(), strict=True):
+                shape = (module.out_features, module.in_features)
+                if weight.shape != shape:
+                    raise ValueError(f"{weight.name} is {list(weight.shape)} in the store, {list(shape)} in the model")
+            short = [weight.name.removeprefix(layer_name + ".") for weight in stored]
+            keys = [
+                (name, part, size) for name, w in zip(short, stored, strict=True) for part, size in w.parts().items()
+            ]
+            names, sizes = [f"{name}.{part}" for name, part, _ in keys], [size for *_, size in keys]
+            arena_layer, layout, offsets = self.arena.add_layer(names, sizes)
+            where: dict[str, dict[str, int]] = {}
+            for (name, part, _), offset in zip(keys, offsets, strict=True):
+                where.setdefault(name, {})[part] = offset
+            self.layouts.append((layout, where))
+            uid = native.register_owner(layer_name, short)
+            self._owners.append(uid)
+            visit = LayerVisit(arena_layer, layer_name)
+            self.visits.append(visit)
+            row, first = [], 0
+            for index, weight in enumerate(stored):
+                row.append(StreamedWeight(weight, uid + index, visit, self.arena, arena_layer, first))
+                row[-1].fill(store)
+                first += len(weight.parts())
+            self.weights.append(row)
+
+    def _make_ring(self, options: dict) -> None:
+        _, _, self.layer_bytes = self.arena.size()
+        self.slots = [torch.empty(self.layer_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.window)]
+        self.ring = native.Ring(self.arena, self._owners, self.slots, **options)
+        fetcher = Fetcher(self.ring, len(self.layers), self.window, self.device)
+        for visit in self.visits:
+            visit.fetcher = fetcher
+
+    def bind(self, keep: Sequence[bool], compute_dtype: torch.dtype) -> None:
+        """Swaps the classes. From here on the layers stream."""
+        self.tables = Tables({kind: table(kind, self.device) for kind in QUANT_TYPE_CODES}, nested_table(self.device))
+        for index, layer in enumerate(self.layers):
+            self.visits[index].keep = keep[index]
+            slot = self.slots[index % self.window]
+            where = self.layouts[index][1]
+            for weight, module in zip(self.weights[index], self.projections[index].values(), strict=True):
+                short = weight.name.removeprefix(self.layer_names[index] + ".")
+                weight.bind(module, slot, where[short], self.tables)
+                modules.stream_linear(module, weight, compute_dtype)
+            modules.stream_layer(layer, self.visits[index])
+
+    def unbind(self) -> None:
+        for layer, row, projections in zip(self.layers, self.weights, self.projections, strict=True):
+            for weight, module in zip(row, projections.values(), strict=True):
+                modules.resident_linear(module, weight.resident_parameter(module, self.device, self.tables))
+            modules.resident_layer(layer)
+        self.close()
+
+    def close(self) -> None:
+        self.ring.close()
+        self._forget()
+
+    def memory(self) -> dict[str, int]:
+        layers, arena_bytes, layer_bytes = self.arena.size()
+        streamed = {id(weight.parameter) for row in self.weights for weight in row}
+        resident = {id(p): p.numel() * p.element_size() for p in self.base.parameters() if id(p) not in streamed}
+        return {
+            "layers": layers,
+            "window": self.window,
+            "layer_bytes": layer_bytes,
+            "slot_bytes": self.window * layer_bytes,
+            "host_bytes": arena_bytes,
+            "resident_bytes": sum(resident.values()),
+            **self.ring.stats(),
+        }
+
+
+def _forget_owners(uids: list[int]) -> None:
+    for uid in uids:
+        native.lib.nybble_forget_owner(uid)
+
+
+def _policies(activations, layers: int) -> list[bool]:
+    """Per layer: True to keep activations, False to have them recomputed."""
+    given = [activations] * layers if isinstance(activations, str) else list(activations)
+    unknown = [policy for policy in given if policy not in ("recompute", "keep")]
+    if unknown or len(given) != layers:
+        raise ValueError(
+            f'activations is {activations!r}, expected "recompute" or "keep", or a list with one of them for each of '
+            f"{layers} layers"
+        )
+    return [policy == "keep" for policy in given]
+
+
+def _device_of(model: torch.nn.Module, device) -> torch.device:
+    if device is None:
+        device = next((p.device for p in model.parameters() if not p.is_meta), None)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type != "cpu":
+        raise UnsupportedError(f'streaming to {device} is not in this build yet, expected device="cpu"')
+    return device
+
+
+def _set_flags(base: torch.nn.Module, config: BitsAndBytesConfig, device: torch.device) -> None:
+    """What transformers, PEFT, accelerate and TRL look at to see a 4-bit bitsandbytes model on one device."""
+    base.is_loaded_in_4bit = True
+    base.is_quantized = True
+    base.quantization_method = QuantizationMethod.BITS_AND_BYTES
+    base.hf_quantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
+    base.hf_device_map = {"": device}
+    base.config.quantization_config = config
+
+
+def stream(
+    model_or_config,
+    store: str | os.PathLike,
+    *,
+    window: int = 2,
+    device: torch.device | str | None = None,
+    activations: str | Sequence[str] = "recompute",
+    **ring_options,
+) -> torch.nn.Module:
+    """A model whose decoder layers' 4-bit weights stay in host memory and pass through `window` slots on the device.
+
+    model_or_config: a transformers config or None (the store's own config), from which the model is built without
+    base weights in memory; or a causal LM, loaded or on meta, PEFT-wrapped or not, which is changed in place. PEFT may
+    wrap it before (a model loaded in 4 bit) or after. Llama, Mistral, Qwen2 and Qwen3 models.
+    store: a folder as `nybble quantize` writes it. device: where slots and resident tensors live; default the
+    model's, else CUDA where there is one.
+    activations: "recompute" needs gradient checkpointing on every layer; "keep" fetches weights again in backward
+    and keeps activations; or one of the two per layer.
+    ring_options: prefetch, and for tests poison, land_at_wait, delay_us, chunk_bytes, observer (see native.Ring).
+
+    Gradients equal those of the resident model bit for bit; a read of another layer's weight is a StaleWeightError.
+    Raises ValueError for a model or store that does not fit, FileNotFoundError, and MemoryError.
+    """
+    if window < 1:
+        raise ValueError(f"window is {window}, expected at least 1 slot")
+    checkpoint = CheckpointStore(store)
+    config = BitsAndBytesConfig(**{k: v for k, v in checkpoint.quantization_config().items() if k != "quant_method"})
+    if model_or_config is None or isinstance(model_or_config, PretrainedConfig):
+        model = skeleton.build(model_or_config, checkpoint)
+    else:
+        model = model_or_config
+    base = skeleton.base_model_of(model)
+    skeleton.require_supported(base.config)
+    if "_nybble_streamed" in base.__dict__:
+        raise ValueError("the model is streamed already; call nybble.unstream(model) first")
+    _require_4bit_adapters(base)
+    keep = _policies(activations, len(base.base_model.layers))
+    streamed = Streamed(model, checkpoint, window, _device_of(model, device), ring_options)
+    streamed.bind(keep, config.bnb_4bit_compute_dtype)
+    skeleton.fill_resident(base, checkpoint, streamed.device)
+    _set_flags(base, config, streamed.device)
+    base._nybble_streamed = streamed
+    _live.add(streamed)
+    checkpoint.close()
+    return model
+
+
+def _require_4bit_adapters(base: torch.nn.Module) -> None:
+    for name, module in base.named_modules():
+        if hasattr(module, "base_layer") and type(module.base_layer) is torch.nn.Linear:
+            raise ValueError(
+                f"{name} is an adapter around a float Linear, whose LoRA rounds differently from the one PEFT uses for "
+                "4-bit models; call nybble.stream() before wrapping, or load the model in 4 bit before wrapping"
+            )
+
+
+def unstream(model: torch.nn.Module) -> torch.nn.Module:
+    """Puts every weight back on the device: the model is then a resident 4-bit bitsandbytes model, adapters
+    included. Graphs recorded before can't be run backward any more. ValueError when the model is not streamed.
+    """
+    base = skeleton.base_model_of(model)
+    streamed = base.__dict__.pop("_nybble_streamed", None)
+    if streamed is None:
+        raise ValueError("the model is not streamed, expected one that nybble.stream() returned")
+    streamed.unbind()
+    _live.discard(streamed)
+    return model
+
+
+def memory_stats(model: torch.nn.Module | None = None) -> dict[str, int]:
+    """Bytes and counts of a streamed model, or sums over all live ones.
+
+    layers, window (slots), layer_bytes (the largest), slot_bytes (weights on the device), host_bytes (the arena),
+    resident_bytes (parameters that do not stream), visits, hits, refills, refill_bytes, cancelled, failed.
+    """
+    if model is None:
+        total: dict[str, int] = {}
+        for streamed in _live:
+            for key, value in streamed.memory().items():
+                total[key] = total.get(key, 0) + value
+        return total
+    streamed = skeleton.base_model_of(model).__dict__.get("_nybble_streamed")
+    if streamed is None:
+        raise ValueError("the model is not streamed, expected one that nybble.stream() returned")
+    return streamed.memory()

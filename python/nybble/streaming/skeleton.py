@@ -1,0 +1,75 @@
+"""A model without base weights in memory: built on meta from its config, then given its resident tensors."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from .store import CheckpointStore
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def base_model_of(model: torch.nn.Module) -> torch.nn.Module:
+    """The transformers model, below PEFT's wrapper where there is one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def require_supported(config) -> None:
+    found = getattr(config, "model_type", None)
+    if found not in MODEL_TYPES:
+        raise ValueError(f"streaming does not know model_type {found!r}, expected one of {', '.join(MODEL_TYPES)}")
+
+
+def build(config, store: CheckpointStore) -> torch.nn.Module:
+    """The model of a config with every parameter and buffer on meta, in eval mode as from_pretrained leaves it."""
+    if config is None:
+        config = AutoConfig.from_pretrained(store.path)
+    require_supported(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    if (store.path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(store.path)
+    return model.eval()
+
+
+def store_name(name: str) -> str:
+    """A parameter's name in the store: without the levels that PEFT adds."""
+    return name.replace(".base_layer.", ".")
+
+
+def fill_resident(model: torch.nn.Module, store: CheckpointStore, device: torch.device) -> None:
+    """Gives every parameter that is still on meta its tensor from the store, in the store's dtype, rebuilds the rotary
+    tables, ties the head. Call it once the streamed weights are bound. ValueError names what is left on meta.
+    """
+    model.tie_weights()
+    for name, parameter in list(model.named_parameters()):
+        if not parameter.is_meta:
+            continue
+        if "lora_" in name or store_name(name) not in store:
+            raise ValueError(
+                f"{name} is on meta and not in the store {store.path}. Wrap a model with PEFT after nybble.stream() or "
+                "load it with memory for its weights; for another tensor, check that the store is one of this model"
+            )
+        tensor = store.tensor(store_name(name))
+        if tensor.shape != parameter.shape:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)} in the store, expected {list(parameter.shape)} by the config"
+            )
+        owner, _, leaf = name.rpartition(".")
+        value = torch.nn.Parameter(tensor.to(device, copy=True), requires_grad=parameter.requires_grad)
+        model.get_submodule(owner)._parameters[leaf] = value
+    _rebuild_rotary(model, device)
+    model.tie_weights()
+    left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if left:
+        raise ValueError(f"{len(left)} tensors have no value after loading, expected none: {', '.join(left[:5])}")
+
+
+def _rebuild_rotary(model: torch.nn.Module, device: torch.device) -> None:
+    # inv_freq is in no checkpoint; only its class knows how to compute it from the config.
+    for name, module in list(model.named_modules()):
+        if not any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+            continue
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._modules[leaf] = type(module)(config=model.config).to(device)

@@ -1,0 +1,130 @@
+"""Visits: when a layer's weights are fetched, and when its slot is free again.
+
+A visit begins in the layer's own forward, so that it is part of what checkpointing recomputes. In a forward it ends
+with the layer's body. In a backward it ends when the gradient of the layer's input is final, or with the backward;
+that end only lets the next copy start earlier: nothing breaks when it never comes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._C import _current_graph_task_id
+from torch.autograd import Variable
+
+from ..errors import StaleWeightError
+from . import native
+
+_ADVICE = (
+    "Enable gradient checkpointing on every layer (model.gradient_checkpointing_enable(), every_n_layers=1), use "
+    'activations="keep", a window of at least {layers}, or torch.no_grad() where no gradient is wanted'
+)
+
+
+def _under_checkpoint() -> bool:
+    """True when what the forward saves now is torch.utils.checkpoint's to recompute."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+class Fetcher:
+    """The ring as the layers of one model use it, on the device's current stream."""
+
+    def __init__(self, ring: native.Ring, layers: int, window: int, device: torch.device):
+        self.ring = ring
+        self.layers = layers
+        self.window = window
+        self._cuda_index = device.index or 0 if device.type == "cuda" else None
+        self._last = -1  # the layer of the last acquire that succeeded: surely in its slot
+        self._open_backward = -1
+
+    def _stream(self) -> int | None:
+        return None if self._cuda_index is None else torch._C._cuda_getCurrentRawStream(self._cuda_index)
+
+    def acquire(self, layer: int, order: int) -> None:
+        self._last = -1
+        self.ring.acquire(layer, order, self._stream())
+        self._last = layer
+
+    def refetch(self, layer: int) -> None:
+        """For a backward that kept its activations: fetches the layer unless it was the last one fetched."""
+        if self._last != layer:
+            self.acquire(layer, native.BACKWARD)
+            self.release_after_backward()
+
+    def release(self, layer: int) -> None:
+        self.ring.release(layer, self._stream())
+
+    def release_after_backward(self) -> None:
+        """Has the slot that is still held released at the end of the backward that is running."""
+        task = _current_graph_task_id()
+        if task != self._open_backward:
+            Variable._execution_engine.queue_callback(self._release_last)
+            self._open_backward = task
+
+    def _release_last(self) -> None:
+        self._open_backward = -1
+        if self._last >= 0:
+            self.release(self._last)
+
+
+class LayerVisit:
+    """One layer's visits. active: its forward (first or recomputed) is running. scoped: the multiplies must save
+    their weights under hooks of their own, as no checkpoint recomputes this layer.
+    """
+
+    fetcher: Fetcher  # set once the ring exists
+
+    def __init__(self, index: int, name: str):
+        self.index = index
+        self.name = name
+        self.keep = False
+        self.active = False
+        self.scoped = False
+
+    @torch.compiler.disable
+    def enter(self, layer: torch.nn.Module, x) -> bool:
+        """Fetches the layer. Returns whether this is a recomputation inside a backward."""
+        backward = _current_graph_task_id() != -1
+        recorded = torch.is_grad_enabled() and isinstance(x, torch.Tensor)
+        scoped = not backward and recorded and self._must_scope(layer, x)
+        fetcher = self.fetcher
+        order = native.BACKWARD if backward else native.FORWARD if layer.training else native.REPEAT
+        fetcher.acquire(self.index, order)
+        self.scoped = scoped
+        self.active = True
+        if backward:
+            fetcher.release_after_backward()
+        # A non-reentrant recomputation sees the very tensor that the first forward hooked; a reentrant one a new leaf.
+        if recorded and x.requires_grad and (not backward or x.grad_fn is None):
+            x.register_hook(self._release_hook)
+        return backward
+
+    @torch.compiler.disable
+    def leave(self, backward: bool) -> None:
+        self.active = False
+        if not backward:
+            self.fetcher.release(self.index)
+
+    def _release_hook(self, grad: torch.Tensor) -> None:
+        self.fetcher.release(self.index)
+
+    def _must_scope(self, layer: torch.nn.Module, x: torch.Tensor) -> bool:
+        if self.fetcher.window >= self.fetcher.layers or _under_checkpoint():
+            return False
+        if not self.keep and layer.training and (x.requires_grad or any(p.requires_grad for p in layer.parameters())):
+            raise StaleWeightError(
+                f"{self.name} runs with gradients but without checkpointing, and its weights leave their slot before "
+                f"the backward (window {self.fetcher.window} of {self.fetcher.layers} layers). "
+                + _ADVICE.format(layers=self.fetcher.layers)
+            )
+        return True
+
+    # Hooks around one multiply, so that they see its weights only. Autograd's own version check, which says nothing
+    # about slots, does not apply to hooked tensors; the multiply's check of the owner does.
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.keep:
+            self.fetcher.refetch(self.index)
+        return tensor

@@ -1,0 +1,190 @@
+"""A streamed model computes what the resident one computes, bit for bit, in every mode of checkpointing."""
+
+import itertools
+
+import pytest
+import torch
+from tiny_models import (
+    ALL_LINEARS,
+    FAMILIES,
+    LAYERS,
+    assert_equal,
+    batches,
+    checkpointed,
+    loss_of,
+    resident_model,
+    step,
+    with_adapters,
+)
+
+import nybble
+
+LATE = {"poison": True, "land_at_wait": True}  # bytes land at the latest legal moment, NaN before
+
+
+@pytest.fixture(scope="module")
+def resident(stores):
+    return with_adapters(resident_model(stores()))
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def streamed(request, stores):
+    return with_adapters(nybble.stream(None, stores(), window=request.param, **LATE))
+
+
+@pytest.fixture(scope="module")
+def expected_step(resident):
+    made = {}
+
+    def get(accumulation: int, **kwargs) -> dict:
+        key = (accumulation, *kwargs.items())
+        if key not in made:
+            made[key] = step(checkpointed(resident, **kwargs), accumulation)
+        return made[key]
+
+    return get
+
+
+MODES = list(itertools.product([False, True], [True, False], [1, 2]))
+_matrix: dict[tuple, int] = {}
+
+
+@pytest.mark.parametrize("reentrant,early_stop,accumulation", MODES)
+def test_gradients_equal_in_every_checkpoint_mode(expected_step, streamed, reentrant, early_stop, accumulation, capsys):
+    kwargs = {"reentrant": reentrant} | ({} if reentrant else {"early_stop": early_stop})
+    expected = expected_step(accumulation, **kwargs)
+    window = nybble.memory_stats(streamed)["window"]
+    before = nybble.memory_stats(streamed)
+    found = step(checkpointed(streamed, **kwargs), accumulation)
+    count = assert_equal(found, expected, at_least=4 * LAYERS + accumulation)
+    after = nybble.memory_stats(streamed)
+    assert after["visits"] - before["visits"] == 2 * LAYERS * accumulation
+    assert after["refills"] > before["refills"]
+    _matrix[reentrant, early_stop, accumulation, window] = count
+    if len(_matrix) == 2 * len(MODES):
+        with capsys.disabled():
+            print("\nreentrant  early stop  accumulation  window  tensors equal")
+            for (*cell, slots), compared in sorted(_matrix.items()):
+                print(f"{cell[0]!s:9}  {cell[1]!s:10}  {cell[2]:12}  {slots:6}  {compared:13}")
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama"])
+def test_other_families_equal(stores, family):
+    store = stores(family)
+    expected = step(checkpointed(with_adapters(resident_model(store), ALL_LINEARS)))
+    found = step(checkpointed(with_adapters(nybble.stream(None, store, **LATE), ALL_LINEARS)))
+    assert_equal(found, expected, at_least=14 * LAYERS)
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, LAYERS, 64])
+def test_other_windows_and_prompt_copies_equal(stores, resident, window):
+    streamed = checkpointed(with_adapters(nybble.stream(None, stores(), window=window, chunk_bytes=4096)))
+    assert_equal(step(streamed), step(checkpointed(resident)), at_least=4 * LAYERS)
+    assert nybble.memory_stats(streamed)["window"] == min(window, LAYERS)
+
+
+def test_evaluation_and_generation_equal(resident, streamed):
+    ids = batches(1)[0]
+    for model in (resident, streamed):
+        model.eval()
+        model.disable_input_require_grads()
+    with torch.no_grad():
+        expected, found = (model(input_ids=ids).logits for model in (resident, streamed))
+        assert torch.equal(found, expected)
+        with torch.inference_mode():
+            assert torch.equal(streamed(input_ids=ids).logits, expected)
+        prompt = ids[:, :4]
+        texts = [m.generate(prompt, max_new_tokens=6, do_sample=False) for m in (resident, streamed)]
+    assert texts[0].shape == (2, 10)
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(streamed(input_ids=ids).logits.detach(), expected)  # with gradients on, none taken
+
+
+def preference_step(model) -> dict:
+    """Two live graphs, a reference pass without adapters between them and generation before the backward."""
+    chosen, rejected = batches(2)
+    model.zero_grad(set_to_none=True)
+    good = loss_of(model, chosen)
+    with torch.no_grad(), model.disable_adapter():
+        reference = loss_of(model, chosen) - loss_of(model, rejected)
+    bad = loss_of(model, rejected)
+    with torch.no_grad():
+        text = model.generate(chosen[:, :3], max_new_tokens=2, do_sample=False)
+    loss = torch.nn.functional.softplus(good - bad - reference)
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+    return {"loss": loss.detach(), "reference": reference, "text": text, **grads}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_two_live_graphs_with_a_reference_pass_equal(resident, streamed, reentrant):
+    expected, found = (preference_step(checkpointed(model, reentrant)) for model in (resident, streamed))
+    assert_equal(found, expected, at_least=4 * LAYERS)
+
+
+def test_two_backwards_in_either_order_and_again_equal(resident, streamed):
+    def run(model):
+        checkpointed(model).zero_grad(set_to_none=True)
+        first, second = (loss_of(model, ids) for ids in batches(2))
+        first.backward(retain_graph=True)
+        second.backward()
+        first.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    assert_equal(run(streamed), run(resident), at_least=4 * LAYERS)
+
+
+def test_activations_saved_on_the_cpu_outside_equal(resident, streamed):
+    def run(model):
+        with torch.autograd.graph.save_on_cpu():
+            return step(checkpointed(model))
+
+    assert_equal(run(streamed), run(resident), at_least=4 * LAYERS)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_kept_activations_equal_without_checkpointing(stores, training):
+    def run(model):
+        model.train(training)
+        return step(model)
+
+    streamed = with_adapters(nybble.stream(None, stores(), activations="keep", **LATE), ALL_LINEARS)
+    assert_equal(run(streamed), run(with_adapters(resident_model(stores()), ALL_LINEARS)), at_least=14 * LAYERS)
+    stats = nybble.memory_stats(streamed)
+    assert stats["visits"] >= 2 * LAYERS - 1
+
+
+def test_lora_dropout_draws_the_same_numbers(stores):
+    def run(model):
+        torch.manual_seed(11)
+        return step(checkpointed(with_adapters(model, dropout=0.1)))
+
+    assert_equal(run(nybble.stream(None, stores(), **LATE)), run(resident_model(stores())), at_least=4 * LAYERS)
+
+
+def test_gradients_stop_where_no_adapter_is_below(stores, resident):
+    """Without input gradients a backward never visits the layers below the lowest adapter."""
+
+    def run(model):
+        checkpointed(model).get_input_embeddings()._forward_hooks.clear()  # those that make its output require grad
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name and ".2." in name)
+        try:
+            return step(model)
+        finally:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("lora_" in name)
+
+    streamed = with_adapters(nybble.stream(None, stores(), **LATE))
+    assert_equal(run(streamed), run(resident), at_least=5)
+    assert nybble.memory_stats(streamed)["visits"] == LAYERS + 3
+    assert_equal(step(checkpointed(streamed)), step(checkpointed(resident)), at_least=4 * LAYERS)
+
+
+def test_adapters_around_a_model_loaded_in_4_bit_equal(stores, resident):
+    """PEFT first, streaming afterwards: the resident weights are given up, the adapters stay."""
+    wrapped = with_adapters(resident_model(stores()))
+    streamed = nybble.stream(wrapped, stores(), **LATE)
+    assert streamed is wrapped
+    assert_equal(step(checkpointed(streamed)), step(checkpointed(resident)), at_least=4 * LAYERS)
+    assert nybble.memory_stats(streamed)["visits"] == 2 * LAYERS

@@ -1,0 +1,269 @@
+"""What else touches a streamed model: saving, loading, copying, moving, PEFT's other methods, the Trainer."""
+
+import copy
+import io
+import json
+import pathlib
+import shutil
+
+import bitsandbytes as bnb
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tiny_models import (
+    ALL_LINEARS,
+    LAYERS,
+    assert_equal,
+    batches,
+    checkpointed,
+    resident_model,
+    step,
+    with_adapters,
+)
+
+import nybble
+
+LATE = {"poison": True, "land_at_wait": True}
+
+
+@pytest.fixture
+def streamed(stores):
+    return nybble.stream(None, stores(), **LATE)
+
+
+def test_no_tensor_stays_on_meta_and_flags_say_4_bit(streamed):
+    tensors = [*streamed.parameters(), *streamed.buffers()]
+    assert len(tensors) > 7 * LAYERS
+    assert not any(tensor.is_meta for tensor in tensors)
+    assert streamed.is_loaded_in_4bit and streamed.is_quantized and streamed.hf_quantizer.is_trainable
+    assert streamed.quantization_method == "bitsandbytes"
+    assert streamed.hf_device_map == {"": torch.device("cpu")}
+    assert type(streamed.model.layers[0]).__name__ == "LlamaDecoderLayer"
+    assert isinstance(streamed.model.layers[0], transformers.models.llama.modeling_llama.LlamaDecoderLayer)
+    lora = with_adapters(streamed).base_model.model.model.layers[0].self_attn.q_proj
+    assert type(lora) is peft.tuners.lora.bnb.Linear4bit
+    assert lora.lora_A["default"].weight.device.type == "cpu"
+
+
+def test_memory_stats_count_slots_and_not_the_model(streamed):
+    stats = nybble.memory_stats(streamed)
+    assert stats["slot_bytes"] == 2 * stats["layer_bytes"]
+    assert stats["host_bytes"] == LAYERS * stats["layer_bytes"]
+    resident = sum(p.numel() * p.element_size() for p in streamed.parameters() if type(p) is torch.nn.Parameter)
+    assert stats["resident_bytes"] == resident > 0
+    assert nybble.memory_stats()["slot_bytes"] >= stats["slot_bytes"]
+    with pytest.raises(ValueError, match="not streamed"):
+        nybble.memory_stats(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_state_dict_equals_the_resident_models(stores, streamed, wrapped):
+    models = [streamed, resident_model(stores())]
+    if wrapped:
+        models = [with_adapters(model) for model in models]
+    found, expected = (model.state_dict() for model in models)
+    assert list(found) == list(expected)
+    assert len(found) > 6 * 7 * LAYERS
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+        assert found[name].dtype == tensor.dtype, name
+
+
+def test_saving_keeps_every_key_and_loads_again(stores, streamed, tmp_path):
+    streamed.save_pretrained(tmp_path / "saved")
+    found = load_file(tmp_path / "saved" / "model.safetensors")
+    expected = load_file(pathlib.Path(stores()) / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    buffer = io.BytesIO()
+    torch.save(streamed.state_dict(), buffer)
+    reloaded = nybble.stream(None, tmp_path / "saved", **LATE)
+    assert_equal(
+        step(checkpointed(with_adapters(reloaded))), step(checkpointed(with_adapters(streamed))), at_least=4 * LAYERS
+    )
+
+
+def test_adapters_save_and_load_into_a_resident_model(stores, streamed, tmp_path):
+    model = with_adapters(streamed).eval()
+    model.save_pretrained(tmp_path)
+    other = peft.PeftModel.from_pretrained(resident_model(stores()), tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(model(batches(1)[0]).logits, other(batches(1)[0]).logits)
+
+
+def test_loading_base_weights_is_refused_and_adapters_load(streamed):
+    state = {name: tensor.clone() for name, tensor in streamed.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"q_proj is streamed from its store, but the state dict brings 6 tensors"):
+        streamed.load_state_dict(state)
+    model = with_adapters(streamed)
+    adapters = {name: torch.full_like(t, 0.5) for name, t in peft.get_peft_model_state_dict(model).items()}
+    peft.set_peft_model_state_dict(model, adapters)
+    assert all((p == 0.5).all() for n, p in model.named_parameters() if "lora_" in n)
+
+
+def test_copies_pickles_and_merges_are_refused(streamed):
+    model = with_adapters(streamed).eval()
+    for attempt in (copy.deepcopy, lambda m: torch.save(m, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"can't be copied or pickled.*nybble\.unstream"):
+            attempt(model)
+    for attempt in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(nybble.StaleWeightError, match=r"was read outside of its layer's forward.*nybble\.unstream"):
+            attempt()
+    with torch.no_grad():
+        assert torch.isfinite(model(batches(1)[0]).logits).all()
+
+
+def test_dora_start_values_are_refused(streamed):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
+    with pytest.raises(TypeError, match=r"can't be copied.*nybble\.unstream"):  # PEFT copies the base layer for them
+        peft.get_peft_model(streamed, config)
+
+
+def test_another_parameter_in_a_streamed_module_is_an_error(streamed):
+    linear = streamed.model.layers[1].mlp.up_proj
+    linear.weight = bnb.nn.Params4bit(linear.weight.data.clone(), requires_grad=False, bnb_quantized=True)
+    with pytest.raises(nybble.StaleWeightError, match=r"layers\.1\.mlp\.up_proj left the ring"):
+        streamed(batches(1)[0])
+
+
+def test_casts_leave_slots_alone(stores, streamed):
+    before = [p.data_ptr() for p in streamed.parameters() if isinstance(p, bnb.nn.Params4bit)]
+    for target in ("cpu", torch.float64, torch.float32):  # transformers' own .to() refuses dtypes of 4-bit models
+        torch.nn.Module.to(streamed, target)
+    assert streamed.model.norm.weight.dtype == torch.float32
+    assert [p.data_ptr() for p in streamed.parameters() if isinstance(p, bnb.nn.Params4bit)] == before
+    with torch.no_grad():
+        assert torch.equal(streamed(batches(1)[0]).logits, resident_model(stores())(batches(1)[0]).logits)
+
+
+def test_unstream_gives_a_resident_model_with_the_same_bytes(stores, streamed):
+    model = checkpointed(with_adapters(streamed, ALL_LINEARS))
+    expected = step(model)
+    with pytest.raises(ValueError, match="streamed already"):
+        nybble.stream(model, stores())
+    nybble.unstream(model)
+    linears = [m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)]
+    assert len(linears) == 7 * LAYERS
+    assert len({m.weight.data_ptr() for m in linears}) == 7 * LAYERS
+    assert all(type(m) is bnb.nn.Linear4bit for m in linears)
+    reference = resident_model(stores()).state_dict()
+    base = model.get_base_model().state_dict()
+    for name, tensor in reference.items():
+        assert torch.equal(base[name] if name in base else base[name.replace("_proj.", "_proj.base_layer.")], tensor), (
+            name
+        )
+    for module in linears:
+        module.__class__ = type(resident_model(stores()).model.layers[0].mlp.up_proj)
+        break
+    nybble.stream(model, stores(), **LATE)
+    assert_equal(step(model), expected, at_least=14 * LAYERS)
+    with pytest.raises(ValueError, match="not streamed"):
+        nybble.unstream(torch.nn.Linear(2, 2))
+
+
+def test_a_model_that_is_gone_gives_its_slots_back(stores):
+    import gc
+    import weakref
+
+    model = nybble.stream(None, stores())
+    ring = weakref.ref(model._nybble_streamed.ring)
+    del model
+    gc.collect()
+    assert ring() is None
+
+
+def test_float_adapters_and_other_architectures_are_refused(stores, tmp_path):
+    dense = transformers.AutoModelForCausalLM.from_pretrained(str(pathlib.Path(stores()).parent / "dense"))
+    wrapped = peft.get_peft_model(dense, peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="adapter around a float Linear"):
+        nybble.stream(wrapped, stores())
+    with pytest.raises(ValueError, match="model_type 'gpt2', expected one of llama"):
+        nybble.stream(transformers.GPT2Config(), stores())
+    for arguments, message in (
+        ({"window": 0}, "window is 0"),
+        ({"activations": "offload"}, 'expected "recompute" or "keep"'),
+        ({"activations": ["keep"]}, f"each of {LAYERS} layers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            nybble.stream(None, stores(), **arguments)
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        nybble.stream(None, tmp_path)
+
+
+def damaged(store: str, folder: pathlib.Path, change) -> pathlib.Path:
+    shutil.copytree(store, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+KEY = "model.layers.3.mlp.up_proj.weight"
+
+
+def _json(tensors, **fields):
+    key = f"{KEY}.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(tensors[key].tolist())) | fields
+    tensors[key] = torch.tensor(
+        list(json.dumps({k: v for k, v in state.items() if v is not None}).encode()), dtype=torch.uint8
+    )
+
+
+FAULTS = {
+    "short absmax": (
+        lambda t: t.update({f"{KEY}.absmax": t[f"{KEY}.absmax"][:-1].clone()}),
+        "size of absmax is 159 bytes, expected 160",
+    ),
+    "long packed": (
+        lambda t: t.update({KEY: torch.zeros(5121, 1, dtype=torch.uint8)}),
+        "size of packed is 5121 bytes, expected 5120",
+    ),
+    "code of 15": (
+        lambda t: t.update({f"{KEY}.quant_map": t[f"{KEY}.quant_map"][:15].clone()}),
+        "quant_map is a table of 15",
+    ),
+    "no state": (lambda t: t.pop(f"{KEY}.quant_state.bitsandbytes__nf4"), "layers.3.mlp.up_proj"),
+    "no shape": (lambda t: _json(t, shape=None), "quant state of model.layers.3.mlp.up_proj.weight is damaged"),
+    "other shape": (lambda t: _json(t, shape=[64, 160]), r"is \[64, 160\] in the store, \[160, 64\] in the model"),
+    "no norm": (lambda t: t.pop("model.norm.weight"), "model.norm.weight is on meta and not in the store"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_store_is_refused(stores, tmp_path, fault):
+    change, message = FAULTS[fault]
+    with pytest.raises(ValueError, match=message):
+        nybble.stream(None, damaged(stores(), tmp_path / "store", change))
+
+
+def test_trainer_takes_the_same_three_steps(stores, tmp_path):
+    def train(model):
+        arguments = transformers.TrainingArguments(
+            tmp_path / "run",
+            max_steps=3,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            gradient_checkpointing=True,
+            learning_rate=1e-2,
+            max_grad_norm=0.5,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            seed=1,
+        )
+        data = [{"input_ids": row, "labels": row} for ids in batches(6) for row in ids]
+        trainer = transformers.Trainer(model, arguments, train_dataset=data)
+        trainer.train()
+        log = [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "grad_norm" in e]
+        return log, {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+    start = {n: p.detach().clone() for n, p in with_adapters(resident_model(stores())).named_parameters()}
+    expected, found = (
+        train(with_adapters(model)) for model in (resident_model(stores()), nybble.stream(None, stores(), **LATE))
+    )
+    assert found[0] == expected[0] and len(found[0]) == 3
+    assert_equal(found[1], expected[1], at_least=4 * LAYERS)
+    assert all(not torch.equal(tensor, start[name]) for name, tensor in found[1].items())
