@@ -160,6 +160,7 @@ LinearProblem problem_of(const Call& call, const Operands& operands) {
   problem.quant_type = weight.quant_type;
   problem.block_size = weight.block_size;
   problem.nested = weight.scales.nested();
+  problem.nested_dtype = weight.scales.nested_dtype;
   problem.bias = call.bias.has_value();
   problem.batch_invariant = call.batch_invariant;
   problem.mode = call.mode;

@@ -85,6 +85,7 @@ LinearProblem problem_of(const nybble_linear_call& call) {
   problem.quant_type = weight.quant_type;
   problem.block_size = weight.block_size;
   problem.nested = weight.scales.nested();
+  problem.nested_dtype = weight.scales.nested_dtype;
   problem.bias = call.bias != nullptr;
   problem.batch_invariant = call.batch_invariant != 0;
   problem.mode = enum_of(call.mode, LinearMode::kDequant, "mode");
