@@ -83,70 +83,97 @@ void run_rounds(std::vector<Arm>& arms, int rounds, cudaStream_t stream) {
   }
 }
 
-void bench(int64_t rows, int64_t columns, int rounds) {
-  const int64_t n = rows * columns, blocks = num_blocks(n, 64), groups = num_blocks(blocks, 256);
-  const int sets = std::max<int>(3, static_cast<int>(num_blocks(int64_t{200} << 20, n * 5 / 2)));
-  std::vector<std::unique_ptr<Set>> all;
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  Buffer code(1024), offset(4), workspace(8 * groups);
-  check(cudaMemcpy(code.data, nested_code_table().data(), 1024, cudaMemcpyHostToDevice));
-  std::vector<uint16_t> x(n);
-  std::mt19937 random(7);
-  for (auto& value : x) value = static_cast<uint16_t>(0x3C00 + (random() & 0x1FF) + ((random() & 1) << 15));
-  for (int i = 0; i < sets; i++) {
-    all.push_back(std::make_unique<Set>(n));
-    check(cudaMemcpy(all[i]->x.data, x.data(), 2 * n, cudaMemcpyHostToDevice));
-  }
-  const auto float_of = [](Buffer& buffer) { return static_cast<float*>(buffer.data); };
-  const auto quantize = [&](int i, cudaStream_t s, QuantType type, int block_size) {
-    quantize_4bit_cuda(all[i]->x.data, DType::kBFloat16, n, block_size, type, static_cast<uint8_t*>(all[i]->packed.data),
-                       float_of(all[i]->absmax), s);
-  };
-  const auto nest = [&](int i, cudaStream_t s) {
-    absmax_mean_cuda(float_of(all[i]->absmax), blocks, static_cast<double*>(workspace.data), float_of(offset), s);
-    quantize_scales_cuda(float_of(all[i]->absmax), blocks, float_of(offset), float_of(code), static_cast<uint8_t*>(all[i]->codes.data),
-                         float_of(all[i]->nested), s);
-  };
-  const auto dequantize = [&](int i, cudaStream_t s, bool nested) {
-    Nf4Weight weight{static_cast<uint8_t*>(all[i]->packed.data), {}, rows, columns, 64, QuantType::kNf4};
-    if (nested) {
-      weight.scales = {
-          nullptr, static_cast<uint8_t*>(all[i]->codes.data), float_of(all[i]->nested), float_of(code), float_of(offset), DType::kFloat32};
-    } else {
-      weight.scales.absmax = float_of(all[i]->absmax);
+// Buffer sets of one weight shape, already quantised, and the codec calls on set i.
+class Weights {
+ public:
+  Weights(int64_t rows, int64_t columns)
+      : rows_(rows),
+        columns_(columns),
+        n_(rows * columns),
+        blocks_(num_blocks(n_, 64)),
+        groups_(num_blocks(blocks_, kNestedBlockSize)),
+        workspace_(8 * groups_) {
+    check(cudaMemcpy(code_.data, nested_code_table().data(), 1024, cudaMemcpyHostToDevice));
+    std::vector<uint16_t> x(n_);
+    std::mt19937 random(7);
+    for (auto& value : x) value = static_cast<uint16_t>(0x3C00 + (random() & 0x1FF) + ((random() & 1) << 15));
+    const int64_t sets = std::max<int64_t>(3, num_blocks(int64_t{200} << 20, n_ * 5 / 2));
+    for (int64_t i = 0; i < sets; i++) {
+      sets_.push_back(std::make_unique<Set>(n_));
+      check(cudaMemcpy(sets_.back()->x.data, x.data(), 2 * n_, cudaMemcpyHostToDevice));
+      quantize(static_cast<int>(i), nullptr, QuantType::kNf4, 64);
+      nest(static_cast<int>(i), nullptr);
     }
-    dequantize_4bit_cuda(weight, DType::kBFloat16, 0, n, all[i]->out.data, s);
-  };
-  for (int i = 0; i < sets; i++) quantize(i, stream, QuantType::kNf4, 64), nest(i, stream);
-  check(cudaStreamSynchronize(stream));
+    check(cudaDeviceSynchronize());
+  }
 
-  const double nested_bytes = 2.5 * double(n) + double(blocks) + 4.0 * double(groups), plain_bytes = 2.5 * double(n) + 4.0 * double(blocks);
-  const auto copied = static_cast<size_t>(nested_bytes / 2);
-  std::vector<Arm> arms;
-  arms.push_back(
-      {"copy of the same bytes",
-       2.0 * double(copied),
-       [&](int i, cudaStream_t s) { check(cudaMemcpyAsync(all[i]->out.data, all[i]->x.data, copied, cudaMemcpyDeviceToDevice, s)); },
-       nullptr,
-       {}});
-  arms.push_back({"dequantize nf4 nested", nested_bytes, [&](int i, cudaStream_t s) { dequantize(i, s, true); }, nullptr, {}});
-  arms.push_back({"dequantize nf4 plain", plain_bytes, [&](int i, cudaStream_t s) { dequantize(i, s, false); }, nullptr, {}});
-  arms.push_back({"mean + 8-bit scales", 5.0 * double(blocks), [&](int i, cudaStream_t s) { nest(i, s); }, nullptr, {}});
-  arms.push_back({"quantize nf4 64", plain_bytes, [&](int i, cudaStream_t s) { quantize(i, s, QuantType::kNf4, 64); }, nullptr, {}});
-  arms.push_back({"quantize fp4 64", plain_bytes, [&](int i, cudaStream_t s) { quantize(i, s, QuantType::kFp4, 64); }, nullptr, {}});
-  arms.push_back(
-      {"quantize nf4 4096", 2.5 * double(n), [&](int i, cudaStream_t s) { quantize(i, s, QuantType::kNf4, 4096); }, nullptr, {}});
-  for (Arm& arm : arms) record(arm, stream, sets);
-  run_rounds(arms, rounds, stream);
+  int count() const { return static_cast<int>(sets_.size()); }
+  double nested_bytes() const { return 2.5 * double(n_) + double(blocks_) + 4.0 * double(groups_); }
+  double plain_bytes(int block_size) const { return 2.5 * double(n_) + 4.0 * double(num_blocks(n_, block_size)); }
+  double nest_bytes() const { return 9.0 * double(blocks_); }  // absmax is read twice
+
+  void copy(int i, cudaStream_t stream) const {
+    const auto bytes = static_cast<size_t>(nested_bytes() / 2);
+    check(cudaMemcpyAsync(sets_[i]->out.data, sets_[i]->x.data, bytes, cudaMemcpyDeviceToDevice, stream));
+  }
+  void quantize(int i, cudaStream_t stream, QuantType type, int block_size) const {
+    quantize_4bit_cuda(sets_[i]->x.data, DType::kBFloat16, n_, block_size, type, bytes_of(sets_[i]->packed), floats_of(sets_[i]->absmax),
+                       stream);
+  }
+  void nest(int i, cudaStream_t stream) const {
+    absmax_mean_cuda(floats_of(sets_[i]->absmax), blocks_, static_cast<double*>(workspace_.data), floats_of(offset_), stream);
+    quantize_scales_cuda(floats_of(sets_[i]->absmax), blocks_, floats_of(offset_), floats_of(code_), bytes_of(sets_[i]->codes),
+                         floats_of(sets_[i]->nested), stream);
+  }
+  void dequantize(int i, cudaStream_t stream, bool nested) const {
+    Nf4Weight weight{bytes_of(sets_[i]->packed), {}, rows_, columns_, 64, QuantType::kNf4};
+    if (nested) {
+      weight.scales = {nullptr,          bytes_of(sets_[i]->codes), floats_of(sets_[i]->nested),
+                       floats_of(code_), floats_of(offset_),        DType::kFloat32};
+    } else {
+      weight.scales.absmax = floats_of(sets_[i]->absmax);
+    }
+    dequantize_4bit_cuda(weight, DType::kBFloat16, 0, n_, sets_[i]->out.data, stream);
+  }
+
+ private:
+  static float* floats_of(const Buffer& buffer) { return static_cast<float*>(buffer.data); }
+  static uint8_t* bytes_of(const Buffer& buffer) { return static_cast<uint8_t*>(buffer.data); }
+
+  int64_t rows_, columns_, n_, blocks_, groups_;
+  Buffer code_{1024}, offset_{4}, workspace_;
+  std::vector<std::unique_ptr<Set>> sets_;
+};
+
+void print(const std::vector<Arm>& arms) {
   const double copy_rate = arms[0].bytes / median(arms[0].us);
-  std::printf("%ldx%ld, %d sets, median of %d rounds of %d launches\n", long(rows), long(columns), sets, rounds, kLaunches);
   for (const Arm& arm : arms) {
     const double us = median(arm.us);
     const auto [low, high] = std::minmax_element(arm.us.begin(), arm.us.end());
     std::printf("  %-24s %8.2f us  (%.2f .. %.2f)  %7.1f GB/s  %.3f of copy\n", arm.name.c_str(), us, *low, *high, arm.bytes / us * 1e-3,
                 arm.bytes / us / copy_rate);
   }
+}
+
+void bench(int64_t rows, int64_t columns, int rounds) {
+  const Weights w(rows, columns);
+  std::vector<Arm> arms;
+  const auto add = [&](const char* name, double bytes, std::function<void(int, cudaStream_t)> launch) {
+    arms.push_back({name, bytes, std::move(launch), nullptr, {}});
+  };
+  add("copy of the same bytes", w.nested_bytes(), [&](int i, cudaStream_t s) { w.copy(i, s); });
+  add("dequantize nf4 nested", w.nested_bytes(), [&](int i, cudaStream_t s) { w.dequantize(i, s, true); });
+  add("dequantize nf4 plain", w.plain_bytes(64), [&](int i, cudaStream_t s) { w.dequantize(i, s, false); });
+  add("mean + 8-bit scales", w.nest_bytes(), [&](int i, cudaStream_t s) { w.nest(i, s); });
+  add("quantize nf4 64", w.plain_bytes(64), [&](int i, cudaStream_t s) { w.quantize(i, s, QuantType::kNf4, 64); });
+  add("quantize fp4 64", w.plain_bytes(64), [&](int i, cudaStream_t s) { w.quantize(i, s, QuantType::kFp4, 64); });
+  add("quantize nf4 4096", w.plain_bytes(4096), [&](int i, cudaStream_t s) { w.quantize(i, s, QuantType::kNf4, 4096); });
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  for (Arm& arm : arms) record(arm, stream, w.count());
+  run_rounds(arms, rounds, stream);
+  std::printf("%ldx%ld, %d sets, median of %d rounds of %d launches\n", long(rows), long(columns), w.count(), rounds, kLaunches);
+  print(arms);
   for (Arm& arm : arms) cudaGraphExecDestroy(arm.graph);
   check(cudaStreamDestroy(stream));
 }
