@@ -15,8 +15,8 @@ class SlotPool:
 
     The pool owns no memory and copies nothing. For each buffer and refill, in this order:
 
-        slot = pool.register(buffer)            # once: a tensor, or several that are refilled together
-        uid = pool.name("layers.3.q_proj")      # once per weight: give it to nybble.nf4_linear(..., guard=uid)
+        slot = pool.add_slot(buffer)            # once: a tensor, or several that are refilled together
+        uid = pool.register("layers.3.q_proj")  # once per weight: give it to nybble.nf4_linear(..., guard=uid)
         after_now = pool.begin_fill(slot)       # before the first byte
         ... copy; if after_now, the copy waits for all compute enqueued now, else only for what was enqueued at release
         pool.ready(slot, uid)                   # once the compute stream has been told to wait for the copy
@@ -32,7 +32,7 @@ class SlotPool:
         self._released: set[int] = set()
         self._end = weakref.finalize(self, _forget, self._slots, self._owners)
 
-    def register(self, buffer: torch.Tensor | Sequence[torch.Tensor]) -> int:
+    def add_slot(self, buffer: torch.Tensor | Sequence[torch.Tensor]) -> int:
         """A slot made of the bytes of one contiguous tensor or several, any dtype and device; the pool keeps them
         alive. ValueError for a tensor that is empty, not contiguous or overlaps a registered slot.
         """
@@ -46,12 +46,12 @@ class SlotPool:
         self._slots[slot] = tensors
         return slot
 
-    def unregister(self, slot: int) -> None:
+    def remove_slot(self, slot: int) -> None:
         """Forgets a slot: a weight read from its bytes with a uid has then left the ring."""
         if self._slots.pop(slot, None) is not None:
             native.lib.nybble_unregister_slot(slot)
 
-    def name(self, name: str, weights: Sequence[str] = ()) -> torch.Tensor | list[torch.Tensor]:
+    def register(self, name: str, weights: Sequence[str] = ()) -> torch.Tensor | list[torch.Tensor]:
         """The uid of a weight, a 0-dim int64 tensor on the CPU. With `weights`, one uid each for weights that share
         slots (the projections of a layer): ready() with any of them makes the slot hold all.
         """
@@ -79,6 +79,12 @@ class SlotPool:
         """What was enqueued so far is the last use of the slot, unless begin_fill says otherwise."""
         native.check(native.lib.nybble_release_slot(slot))
         self._released.add(slot)
+
+    def close(self) -> None:
+        """Forgets every slot and weight."""
+        self._end()
+        self._slots.clear()
+        self._released.clear()
 
     def holds(self, slot: int) -> tuple[int, int]:
         """Uid of the slot's owner (-1: nobody) and its generation, the number of refills begun."""

@@ -21,8 +21,8 @@ class Trainer:
             packed, state = nybble.quantize_4bit(torch.randn(N, K))
             self.stored.append((packed, state.absmax))
         self.packed, self.absmax = (torch.empty_like(tensor) for tensor in self.stored[0])
-        self.slot = self.pool.register([self.packed, self.absmax])
-        self.uids = [self.pool.name(f"layers.{index}.q_proj") for index in range(2)]
+        self.slot = self.pool.add_slot([self.packed, self.absmax])
+        self.uids = [self.pool.register(f"layers.{index}.q_proj") for index in range(2)]
 
     def fill(self, index: int, ready: bool = True) -> bool:
         after_now = self.pool.begin_fill(self.slot)
@@ -115,15 +115,15 @@ def test_bytes_outside_every_slot_have_left_the_ring(trainer):
 def test_weights_of_one_layer_share_a_slot_and_names():
     pool = nybble.SlotPool()
     buffer = torch.empty(64, dtype=torch.uint8)
-    slot = pool.register(buffer)
-    query, key = pool.name("layers.7", ["q_proj", "k_proj"])
+    slot = pool.add_slot(buffer)
+    query, key = pool.register("layers.7", ["q_proj", "k_proj"])
     assert (query.dtype, query.dim(), query.device.type) == (torch.int64, 0, "cpu")
     pool.begin_fill(slot)
     with pytest.raises(nybble.StaleWeightError, match=r"layers\.7\.k_proj"):
         native.verify_owner(int(key), [buffer.data_ptr()])
     pool.ready(slot, query)
     native.verify_owner(int(key), [buffer.data_ptr(), buffer.data_ptr() + 63])
-    pool.unregister(slot)
+    pool.remove_slot(slot)
     with pytest.raises(nybble.StaleWeightError, match="left the ring"):
         native.verify_owner(int(key), [buffer.data_ptr()])
 
@@ -132,12 +132,16 @@ def test_bad_buffers_are_refused_and_a_dead_pool_gives_its_slots_back():
     pool = nybble.SlotPool()
     buffer = torch.empty(8, 8)
     with pytest.raises(ValueError, match="expected contiguous"):
-        pool.register(buffer.t()[:, :4])
+        pool.add_slot(buffer.t()[:, :4])
     with pytest.raises(ValueError, match="at least one byte"):
-        pool.register(buffer[:0])
-    pool.register(buffer)
+        pool.add_slot(buffer[:0])
+    pool.add_slot(buffer)
     with pytest.raises(ValueError, match="overlaps a range of slot"):
-        nybble.SlotPool().register(buffer[2:])
+        nybble.SlotPool().add_slot(buffer[2:])
     del pool
     gc.collect()
-    nybble.SlotPool().register(buffer)
+    pool = nybble.SlotPool()
+    pool.add_slot(buffer)
+    pool.close()
+    pool.close()
+    nybble.SlotPool().add_slot(buffer)
