@@ -1,5 +1,5 @@
-// Entry of the large-M path: expanded scales, tensor maps, one launch per range of tokens. The kernel: hopper_kernel.cuh, its two roles in
-// hopper_decode.cuh and hopper_consumer.cuh.
+// Entry of the large-M path: the kernel before the multiply, tensor maps, one launch per range of tokens. The kernel: hopper_kernel.cuh,
+// its two roles in hopper_decode.cuh and hopper_consumer.cuh.
 #include <cudaTypedefs.h>
 
 #include <algorithm>
@@ -47,8 +47,7 @@ namespace {
 
 using namespace hopper;
 
-void launch_scales(const LinearPlan& plan, const LinearProblem& problem, const LinearArgs& args, cudaStream_t stream) {
-  const HopperWorkspace layout = hopper_workspace(problem, plan);
+void launch_expansion(const HopperWorkspace& layout, const LinearProblem& problem, const LinearArgs& args, cudaStream_t stream) {
   uint8_t* workspace = static_cast<uint8_t*>(args.workspace);
   ScaleExpansion e;
   e.scales = args.weight.scales;
@@ -62,6 +61,18 @@ void launch_scales(const LinearPlan& plan, const LinearProblem& problem, const L
   check_launch();
 }
 
+void launch_zero_flags(const HopperWorkspace& layout, const LinearArgs& args, bool overlap, cudaStream_t stream) {
+  cudaLaunchAttribute attribute = overlap_attribute();
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(kScaleThreads);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = overlap ? 1 : 0;
+  int* flags = reinterpret_cast<int*>(static_cast<uint8_t*>(args.workspace) + layout.flags);
+  check(cudaLaunchKernelEx(&config, zero_flags, flags, static_cast<int>(layout.flag_count)));
+}
+
 }  // namespace
 
 void launch_hopper(const LinearPlan& plan, const LinearProblem& problem, const LinearArgs& args, CudaStream stream,
@@ -71,11 +82,14 @@ void launch_hopper(const LinearPlan& plan, const LinearProblem& problem, const L
   if (problem.m > per_launch && hopper_schedule(plan.variant) != HopperSchedule::kWhole) {
     fail(ErrorKind::kValue, "a plan with partial sums for ", problem.m, " tokens, expected at most ", per_launch, "; use plan_hopper()");
   }
-  if (options.expand_scales) launch_scales(plan, problem, args, s);
+  const HopperWorkspace layout = hopper_workspace(problem, plan);
+  const bool in_kernel = hopper_scales(plan.variant) == HopperScales::kInKernel;
+  if (options.prepare && !in_kernel) launch_expansion(layout, problem, args, s);
+  if (options.prepare && in_kernel && layout.flag_count > 0) launch_zero_flags(layout, args, options.overlap, s);
   count_launch(LinearPath::kHopper, problem.direction);
   for (int64_t first = 0; first < problem.m; first += per_launch) {
-    const Launch launch{
-        plan, problem, args, first, std::min(per_launch, problem.m - first), options.overlap && options.expand_scales && first == 0, s};
+    const bool overlap = options.overlap && (in_kernel || (options.prepare && first == 0));
+    const Launch launch{plan, problem, args, first, std::min(per_launch, problem.m - first), overlap, s};
     problem.dtype == DType::kFloat16 ? launch_direction<__half>(launch) : launch_direction<__nv_bfloat16>(launch);
   }
 }

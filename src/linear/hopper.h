@@ -11,23 +11,27 @@
 namespace nybble {
 
 // Tokens of the tile of one CTA; a cluster of two has twice as many.
-enum class HopperTile : uint8_t { kTokens256 = 0, kTokens128 = 1, kTokens128DeepX = 2, kTokens64 = 3 };
-constexpr int kHopperTiles = 4;
-// Length of the list of segments that a cluster keeps in shared memory.
-constexpr int hopper_max_segments(HopperTile tile) {
-  return tile == HopperTile::kTokens256 || tile == HopperTile::kTokens128DeepX ? 192 : 80;
-}
+enum class HopperTile : uint8_t { kTokens256 = 0, kTokens128 = 1, kTokens64 = 2 };
+constexpr int kHopperTiles = 3;
+constexpr int kHopperMaxSegments = 192;  // of a cluster: its list in shared memory
 
 // How tiles that do not fill the clusters evenly are divided. Whole: every output is one sum in ascending k, whatever m is, so a row's bits
 // do not depend on m. StreamK, SplitTail: some tiles are sums of pieces, in an order fixed by the plan.
 enum class HopperSchedule : uint8_t { kWhole = 0, kStreamK = 1, kSplitTail = 2 };
 constexpr int kHopperSchedules = 3;
 
+// Where the decode warps find the scales. Expanded: a kernel before writes them as fp32 to the workspace. InKernel: they make them from the
+// weight's own scales; a kernel before only zeroes the flags of partial sums. Same bits.
+enum class HopperScales : uint8_t { kExpanded = 0, kInKernel = 1 };
+constexpr int kHopperScales = 2;
+
 // LinearPlan::variant of this path. LinearPlan::split: pieces of a tile of the last wave (kSplitTail), otherwise 1.
-constexpr int hopper_variant(HopperTile tile, HopperSchedule schedule) {
-  return static_cast<int>(tile) * kHopperSchedules + static_cast<int>(schedule);
+constexpr int kHopperVariants = kHopperTiles * kHopperSchedules * kHopperScales;
+constexpr int hopper_variant(HopperTile tile, HopperSchedule schedule, HopperScales scales) {
+  return (static_cast<int>(scales) * kHopperTiles + static_cast<int>(tile)) * kHopperSchedules + static_cast<int>(schedule);
 }
-constexpr HopperTile hopper_tile(int variant) { return static_cast<HopperTile>(variant / kHopperSchedules); }
+constexpr HopperScales hopper_scales(int variant) { return static_cast<HopperScales>(variant / (kHopperTiles * kHopperSchedules)); }
+constexpr HopperTile hopper_tile(int variant) { return static_cast<HopperTile>(variant / kHopperSchedules % kHopperTiles); }
 constexpr HopperSchedule hopper_schedule(int variant) { return static_cast<HopperSchedule>(variant % kHopperSchedules); }
 
 // Empty when the kernel takes the problem, otherwise the reason in words a user understands.
@@ -36,8 +40,15 @@ std::string supports_hopper(const LinearProblem& problem, const DeviceModel& dev
 // Pure. Requires supports_hopper(...) to be empty.
 LinearPlan plan_hopper(const LinearProblem& problem, const DeviceModel& device);
 
-// The same with the choice made by the caller: sizes and grid are filled in. group: token tiles of a raster group.
-LinearPlan plan_hopper_as(const LinearProblem& problem, const DeviceModel& device, HopperTile tile, HopperSchedule schedule, int group);
+// The same with the choice made by the caller: sizes and grid are filled in, a schedule that does not apply becomes kWhole. group: token
+// tiles of a raster group.
+struct HopperChoice {
+  HopperTile tile;
+  HopperSchedule schedule;
+  HopperScales scales;
+  int group;
+};
+LinearPlan plan_hopper_as(const LinearProblem& problem, const DeviceModel& device, const HopperChoice& choice);
 
 // Work of the launch that covers `tokens` tokens. A plan for more than hopper_tokens_per_launch() is run in several launches.
 hopper::Work hopper_work(const LinearProblem& problem, const LinearPlan& plan, int64_t tokens);
@@ -45,7 +56,7 @@ int64_t hopper_tokens_per_launch(const LinearProblem& problem, const LinearPlan&
 
 // Byte offsets into the workspace.
 struct HopperWorkspace {
-  int64_t scales = 0;    // fp32 [k / block_size][n]
+  int64_t scales = 0;    // fp32 [k / block_size][n], kExpanded
   int64_t partials = 0;  // fp32 [grid][tile tokens * 128], kStreamK and kSplitTail
   int64_t flags = 0;     // int [grid][2][8]
   int64_t flag_count = 0;
@@ -55,12 +66,12 @@ HopperWorkspace hopper_workspace(const LinearProblem& problem, const LinearPlan&
 
 // For measurements: what a launch costs without its parts.
 struct HopperLaunchOptions {
-  bool expand_scales = true;  // false: the workspace holds the expanded scales and zeroed flags already
-  bool overlap = true;        // start the multiply while the scales are being expanded (programmatic dependent launch)
+  bool prepare = true;  // false: the workspace holds the expanded scales and zeroed flags already
+  bool overlap = true;  // set the multiply up while the kernel before it runs (programmatic dependent launch)
 };
 
-// in, out, packed: 16-byte aligned. Two kernels: scales to fp32 [k / block_size][n], then the multiply (several when the plan's tokens do
-// not fit one launch). Counts one launch. Only in builds for 90a.
+// in, out, packed: 16-byte aligned. A kernel that prepares the workspace, if the plan has one, then the multiply (several times when the
+// plan's tokens do not fit one launch). Counts one launch. Only in builds for 90a.
 void launch_hopper(const LinearPlan& plan, const LinearProblem& problem, const LinearArgs& args, CudaStream stream,
                    const HopperLaunchOptions& options = {});
 

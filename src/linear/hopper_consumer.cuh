@@ -321,6 +321,7 @@ struct Consumer {
 
   __device__ __forceinline__ void run(int cluster) {
     enter_segment();
+    if (p.source.in_kernel) wait_for_previous_grids();  // otherwise the expansion was launched after whatever wrote x
     if (loader() && end > 0) {
       for (int s = 0; s < TILE::X_SLOTS; s++) load_x(s, begin + s, token);
     }

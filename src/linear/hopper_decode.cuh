@@ -1,6 +1,8 @@
 // Decode warps of the Hopper kernel: packed bytes and scales by TMA, weights to registers, then to both CTAs' shared memory.
 #pragma once
 
+#include "device/cp_async.cuh"
+#include "device/scales.cuh"
 #include "linear/hopper_kernel.cuh"
 
 namespace nybble::hopper {
@@ -8,6 +10,8 @@ namespace nybble::hopper {
 // Warp `index` of the decode warps fills JOB_ROWS rows of half `rank` of weight slot index / WARPS, every W_SLOTS-th step.
 template <Direction DIRECTION, typename T, typename TILE>
 struct Decoder {
+  static constexpr int ROWS = TILE::JOB_ROWS / 32;  // of a lane
+
   const Params& p;
   Barriers<TILE> barriers;
   SegmentList list;
@@ -18,6 +22,8 @@ struct Decoder {
   uint32_t peer_full;
 
   int step = 0, end = 0, row_tile = 0, segment = 0;
+  uint32_t scale_code = 0;  // nested scales: address of the code of this lane's first row
+  float offset = 0;
   bool more = true;
 
   __device__ __forceinline__ Decoder(const Params& params, uint32_t base, uint32_t cluster_rank, int index)
@@ -27,7 +33,7 @@ struct Decoder {
     slot = index / TILE::WARPS;
     part = index % TILE::WARPS;
     packed = smem + TILE::PACKED_OFFSET + warp * TILE::PACKED_BYTES;
-    scales = smem + TILE::SCALE_OFFSET + warp * TILE::SCALE_BYTES;
+    scales = smem + TILE::SCALE_OFFSET + warp * 2 * TILE::SCALE_BYTES;
     weights = smem + slot * kWeightBytes + rank * kHalfBytes + part * TILE::JOB_ROWS * 128;
     peer_weights = peer_address(weights, rank ^ 1);
     peer_full = peer_address(barriers.full_w(rank, slot), rank ^ 1);
@@ -43,26 +49,63 @@ struct Decoder {
       step = e.begin + slot;
       row_tile = e.row_tile;
     }
+    const int first_row =
+        part * TILE::JOB_ROWS + (DIRECTION == Direction::kForward ? row_tile * kTileRows + static_cast<int>(rank) * 64 : step * 64);
+    const int block = DIRECTION == Direction::kForward ? step : row_tile * 2 + static_cast<int>(rank);  // of 64 along k
     if (lane == 0) {
-      const int first_row =
-          part * TILE::JOB_ROWS + (DIRECTION == Direction::kForward ? row_tile * kTileRows + static_cast<int>(rank) * 64 : step * 64);
-      const int block = DIRECTION == Direction::kForward ? step : row_tile * 2 + static_cast<int>(rank);  // of 64 along k
-      barrier_expect(barriers.full_packed(warp), TILE::PACKED_BYTES + TILE::SCALE_BYTES);
+      barrier_expect(barriers.full_packed(warp), TILE::PACKED_BYTES + (p.source.in_kernel ? 0 : TILE::SCALE_BYTES));
       tma_load(packed, &p.packed, barriers.full_packed(warp), block * 32, first_row);
-      tma_load(scales, &p.scales, barriers.full_packed(warp), first_row, block >> p.block_shift);
+      if (!p.source.in_kernel) tma_load(scales, &p.scales, barriers.full_packed(warp), first_row, block >> p.block_shift);
     }
+    if (p.source.in_kernel) load_own_scales(first_row + lane, static_cast<uint32_t>(block >> p.block_shift));
     step += TILE::W_SLOTS;
   }
 
+  // Every lane fetches what the scales of its own rows are made of, and reads it again itself: cp.async, because results of ordinary loads
+  // are waited for where the branches of the loop join. Outside W zeros, like packed: there the activations are zero or nothing is stored.
+  __device__ __forceinline__ void load_own_scales(int row, uint32_t block) {
+    const ScaleSource& s = p.source;
+    const uint32_t index = static_cast<uint32_t>(row) * s.blocks + block, to = scales + lane * 4;
+    scale_code = to + (index & 3);  // the same byte for row + 32
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      const bool inside = block < s.blocks && static_cast<uint32_t>(row) + 32 * i < s.n;
+      const uint32_t at = inside ? index + 32 * i * s.blocks : 0, bytes = inside ? 4 : 0;
+      if (s.nested) {
+        copy_async_fill_4b(to + i * 128, static_cast<const uint8_t*>(s.absmax) + (at & ~3u), bytes);
+        copy_async_fill_4b(to + TILE::SCALE_BYTES + i * 128, s.nested_absmax + at / static_cast<uint32_t>(kNestedBlockSize), bytes);
+      } else {
+        copy_async_fill_4b(to + i * 128, static_cast<const float*>(s.absmax) + at, bytes);
+      }
+    }
+    commit_copies();
+  }
+  __device__ __forceinline__ void read_scales(float (&scale)[ROWS]) const {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) scale[i] = load_shared_f32(scales + i * 128 + lane * 4);
+  }
+  __device__ __forceinline__ void make_own_scales(float (&scale)[ROWS]) const {
+    const ScaleSource& s = p.source;
+    wait_copies<0>();
+    if (!s.nested) {
+      read_scales(scale);
+    } else {
+      float value[ROWS], nested[ROWS];
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) value[i] = s.nested_code[load_shared_u8(scale_code + i * 128)];  // 1 KB: stays in L1
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) nested[i] = load_shared_f32(scales + TILE::SCALE_BYTES + i * 128 + lane * 4);
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) scale[i] = nested_scale(value[i], nested[i], offset, s.nested_dtype);
+    }
+  }
+
   // Lane i decodes rows i, i + 32, ...: 64 weights each, 32 words. The packed buffer is free once this returns.
-  __device__ __forceinline__ void decode(uint32_t (&out)[TILE::JOB_ROWS / 32][8][4]) {
-    constexpr int ROWS = TILE::JOB_ROWS / 32;
+  __device__ __forceinline__ void decode(const float (&scale)[ROWS], uint32_t (&out)[ROWS][8][4]) {
     const uint32_t first = packed + lane * 32 + (lane >> 2 & 1) * 16;  // 32-byte swizzle: bit 7 of the offset flips bit 4
-    float scale[ROWS];
     uint4 low[ROWS], high[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      scale[i] = load_shared_f32(scales + i * 128 + lane * 4);
       low[i] = load_shared_u128(first + i * 1024);
       high[i] = load_shared_u128((first ^ 16) + i * 1024);
     }
@@ -79,10 +122,10 @@ struct Decoder {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void store(const uint32_t (&out)[TILE::JOB_ROWS / 32][8][4]) {
+  __device__ __forceinline__ void store(const uint32_t (&out)[ROWS][8][4]) {
     const uint32_t row = weights + lane * 128, swizzle = lane & 7;
 #pragma unroll
-    for (int i = 0; i < TILE::JOB_ROWS / 32; i++) {
+    for (int i = 0; i < ROWS; i++) {
 #pragma unroll
       for (uint32_t c = 0; c < 8; c++)
         store_shared_u128(row + i * 4096 + ((c ^ swizzle) << 4), out[i][c][0], out[i][c][1], out[i][c][2], out[i][c][3]);
@@ -96,14 +139,18 @@ struct Decoder {
   }
 
   __device__ __forceinline__ void run() {
-    wait_for_previous_grids();  // the scales
+    wait_for_previous_grids();
+    if (p.source.in_kernel && p.source.nested) offset = round_through(*p.source.offset, p.source.nested_dtype);
     uint32_t phase = 0;
     load_packed();
     __syncwarp();
     while (more) {
-      uint32_t out[TILE::JOB_ROWS / 32][8][4];
+      uint32_t out[ROWS][8][4];
+      float scale[ROWS];
+      if (p.source.in_kernel) make_own_scales(scale);
       barrier_wait(barriers.full_packed(warp), phase);
-      decode(out);
+      if (!p.source.in_kernel) read_scales(scale);
+      decode(scale, out);
       load_packed();
       __syncwarp();
       barrier_wait(barriers.empty_w(slot), phase ^ 1);

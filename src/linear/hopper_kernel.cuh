@@ -31,17 +31,50 @@ constexpr int kChunkTokens = 32;  // of one output store
 constexpr int kChunkBytes = kChunkTokens * 128;
 constexpr int kChunkWords = 8;  // of a thread: 64 rows x 32 tokens, 16 bit, over 128 threads
 
+// The list of segments in shared memory: dividing tile numbers between two wgmma groups would cost more than their time. Only the first and
+// the last segment can be parts of a tile:
+//   word 0, 1, 2: steps (begin | end << 16) of the first, a middle, the last segment;   word 3: number of the last;   then one tile a
+//   segment
+struct SegmentList {
+  static constexpr int kBytes = 16 + kHopperMaxSegments * 4;
+  uint32_t base;
+  struct Entry {
+    int begin, end, row_tile, token_tile;
+  };
+  // Thread i of the CTA writes entry i; every entry is written.
+  __device__ __forceinline__ void write(const Work& work, int cluster, int i) const {
+    const Share share = share_of(work, cluster);
+    const Segment s = segment_of(work, share, i);
+    const int last = share.range_segments + share.whole_tiles - (share.last_tile < 0 ? 1 : 0);
+    if (i == 0) {
+      store_shared_u32(base, s.begin | s.end << 16);
+      store_shared_u32(base + 4, work.steps << 16);
+      store_shared_u32(base + 12, last);
+    }
+    if (i == last) store_shared_u32(base + 8, s.begin | s.end << 16);
+    store_shared_u32(base + 16 + 4 * i, s.row_tile | s.token_tile << 16);
+  }
+  // end = 0 behind the last.
+  __device__ __forceinline__ Entry read(int i) const {
+    const int last = static_cast<int>(load_shared_u32(base + 12));
+    const uint32_t tile = load_shared_u32(base + 16 + 4 * i);
+    uint32_t steps = load_shared_u32(base + (i == 0 ? 0 : i == last ? 8 : 4));
+    if (i > last) steps = 0;
+    return {static_cast<int>(steps & 0xffff), static_cast<int>(steps >> 16), static_cast<int>(tile & 0xffff), static_cast<int>(tile >> 16)};
+  }
+};
+
 // TOKENS: per CTA. W_SLOTS, X_SLOTS: depth of the two rings. WARPS: decode warps that share a weight slot.
 // STAGING: output chunks of a warpgroup in shared memory.
-template <HopperTile TILE, int TOKENS_, int W_SLOTS_, int X_SLOTS_, int WARPS_, int STAGING_>
+template <int TOKENS_, int W_SLOTS_, int X_SLOTS_, int WARPS_, int STAGING_>
 struct Tile {
   static constexpr int TOKENS = TOKENS_, W_SLOTS = W_SLOTS_, X_SLOTS = X_SLOTS_, WARPS = WARPS_, STAGING = STAGING_;
-  static constexpr int SEGMENTS = hopper_max_segments(TILE);
   static constexpr int UNROLL = W_SLOTS > X_SLOTS ? W_SLOTS : X_SLOTS;  // slots are constants in the loop: descriptors stay uniform
   static constexpr int DECODE_WARPS = W_SLOTS * WARPS;
   static constexpr int THREADS = 2 * kThreadsPerGroup + 32 * DECODE_WARPS;
   static constexpr int JOB_ROWS = 64 / WARPS;  // rows of W that a decode warp fills in a slot
-  static constexpr int X_BYTES = TOKENS * 128, PACKED_BYTES = JOB_ROWS * 32, SCALE_BYTES = JOB_ROWS * 4;
+  static constexpr int X_BYTES = TOKENS * 128, PACKED_BYTES = JOB_ROWS * 32;
+  static constexpr int SCALE_BYTES = JOB_ROWS * 4;  // fp32 scales, or words that hold the codes of nested ones; then as many nested scales
   static constexpr int CHUNKS = TOKENS / kChunkTokens, HELD = CHUNKS - STAGING;  // chunks that wait in registers
   // With 384 threads the launch gets 168 registers a thread; a sum beyond 3 x 168 makes the second raise wait for ever.
   static constexpr bool MOVE_REGISTERS = THREADS == 384;
@@ -51,28 +84,39 @@ struct Tile {
   static constexpr int STAGING_OFFSET = X_OFFSET + X_SLOTS * X_BYTES;
   static constexpr int PACKED_OFFSET = STAGING_OFFSET + 2 * STAGING * kChunkBytes;
   static constexpr int SCALE_OFFSET = PACKED_OFFSET + DECODE_WARPS * PACKED_BYTES;
-  static constexpr int BARRIER_OFFSET = SCALE_OFFSET + DECODE_WARPS * SCALE_BYTES;
+  static constexpr int BARRIER_OFFSET = SCALE_OFFSET + DECODE_WARPS * 2 * SCALE_BYTES;
   static constexpr int BARRIERS = 2 * X_SLOTS + 3 * W_SLOTS + DECODE_WARPS;
   static constexpr int LIST_OFFSET = BARRIER_OFFSET + BARRIERS * 8;
-  static constexpr int SHARED_BYTES = LIST_OFFSET + SEGMENTS * 8;
+  static constexpr int SHARED_BYTES = LIST_OFFSET + SegmentList::kBytes;
 
   static_assert(SHARED_BYTES <= 232448, "shared memory of a CTA");
   static_assert(2 * CONSUMER_REGISTERS + DECODE_REGISTERS <= 504, "registers of a CTA of 384 threads");
   static_assert(UNROLL <= 2 * W_SLOTS && UNROLL <= 2 * X_SLOTS && UNROLL % W_SLOTS == 0 && UNROLL % X_SLOTS == 0);
-  static_assert(DECODE_WARPS % 4 == 0 && THREADS >= SEGMENTS && HELD >= 0 && HELD < UNROLL + 2);
+  static_assert(DECODE_WARPS % 4 == 0 && THREADS >= kHopperMaxSegments && LIST_OFFSET % 16 == 0 && HELD >= 0 && HELD < UNROLL + 2);
 };
 
-using Tile256 = Tile<HopperTile::kTokens256, 256, 4, 4, 1, 3>;
-using Tile128 = Tile<HopperTile::kTokens128, 128, 8, 4, 1, 2>;
-using Tile128DeepX = Tile<HopperTile::kTokens128DeepX, 128, 4, 8, 2, 2>;
-using Tile64 = Tile<HopperTile::kTokens64, 64, 8, 8, 1, 2>;
+using Tile256 = Tile<256, 4, 4, 1, 3>;
+using Tile128 = Tile<128, 4, 8, 2, 2>;
+using Tile64 = Tile<64, 4, 8, 2, 2>;
+
+// A weight's own scales, for decode warps that make the fp32 scales themselves.
+struct ScaleSource {
+  bool in_kernel, nested;
+  DType nested_dtype;
+  uint32_t n, blocks;          // rows of W, blocks of a row
+  const void* absmax;          // [n][blocks] fp32, or uint8 codes
+  const float* nested_absmax;  // [ceil(n * blocks / 256)]
+  const float* nested_code;    // [256]
+  const float* offset;         // [1]
+};
 
 struct Params {
   CUtensorMap activation;  // [tokens][reduction], box TOKENS x 64
   CUtensorMap packed;      // [n][k / 2] bytes, box JOB_ROWS x 32
-  CUtensorMap scales;      // [k / block][n] fp32, box 1 x JOB_ROWS
+  CUtensorMap scales;      // [k / block][n] fp32, box 1 x JOB_ROWS; unused when in_kernel
   CUtensorMap output;      // [tokens][rows], box 32 x 64
   float values[16];        // of the 4-bit codes
+  ScaleSource source;
   Work work;
   const void* bias;  // [rows] or null
   int rows;
@@ -105,21 +149,6 @@ struct Barriers {
     for (int w = 0; w < TILE::DECODE_WARPS; w++) barrier_init(full_packed(w), 1);
     barrier_init_fence();
     for (int s = 0; s < TILE::W_SLOTS; s++) barrier_expect(full_w(rank ^ 1, s), kHalfBytes);
-  }
-};
-
-// The list of segments in shared memory, 8 bytes each: dividing tile numbers between two wgmma groups would cost more than their time.
-struct SegmentList {
-  uint32_t base;
-  struct Entry {
-    int begin, end, row_tile, token_tile;
-  };
-  __device__ __forceinline__ void write(int i, const Segment& s) const {
-    store_shared_u64(base + 8 * i, s.begin | s.end << 16, s.row_tile | s.token_tile << 16);
-  }
-  __device__ __forceinline__ Entry read(int i) const {
-    const uint2 e = load_shared_u64(base + 8 * i);
-    return {static_cast<int>(e.x & 0xffff), static_cast<int>(e.x >> 16), static_cast<int>(e.y & 0xffff), static_cast<int>(e.y >> 16)};
   }
 };
 

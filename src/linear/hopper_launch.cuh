@@ -26,14 +26,13 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(TILE::THREADS, 1) mu
   if (thread == 0) {
     prefetch_tensor_map(&p.activation);
     prefetch_tensor_map(&p.packed);
-    prefetch_tensor_map(&p.scales);
+    if (!p.source.in_kernel) prefetch_tensor_map(&p.scales);
     prefetch_tensor_map(&p.output);
     Barriers<TILE>{smem + TILE::BARRIER_OFFSET}.init(rank);
   }
-  if (thread < TILE::SEGMENTS) {
-    SegmentList{smem + TILE::LIST_OFFSET}.write(thread, segment_of(p.work, share_of(p.work, cluster), thread));
-  }
+  if (thread < kHopperMaxSegments) SegmentList{smem + TILE::LIST_OFFSET}.write(p.work, cluster, thread);
   __syncthreads();
+  allow_next_grid();  // its blocks set themselves up while the last of this one finish
   cluster_sync();
   if (warpgroup < 2) {
     if constexpr (TILE::MOVE_REGISTERS) raise_register_limit<TILE::CONSUMER_REGISTERS>();
@@ -49,6 +48,21 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(TILE::THREADS, 1) mu
 template <typename T>
 constexpr CUtensorMapDataType kMapType = __is_same(T, __half) ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 
+inline ScaleSource make_source(const Launch& l) {
+  const Scales& s = l.args.weight.scales;
+  ScaleSource source{};
+  source.in_kernel = hopper_scales(l.plan.variant) == HopperScales::kInKernel;
+  source.nested = s.nested();
+  source.nested_dtype = s.nested_dtype;
+  source.n = static_cast<uint32_t>(l.problem.n);
+  source.blocks = static_cast<uint32_t>(l.problem.k / l.problem.block_size);
+  source.absmax = s.nested() ? static_cast<const void*>(s.absmax_codes) : s.absmax;
+  source.nested_absmax = s.nested_absmax;
+  source.nested_code = s.nested_code;
+  source.offset = s.offset;
+  return source;
+}
+
 template <typename T, typename TILE>
 Params make_params(const Launch& l) {
   const LinearProblem& q = l.problem;
@@ -62,8 +76,11 @@ Params make_params(const Launch& l) {
                              TILE::TOKENS, CU_TENSOR_MAP_SWIZZLE_128B});
   p.packed = tensor_map(
       {CU_TENSOR_MAP_DATA_TYPE_UINT8, l.args.weight.packed, q.k / 2, q.n, q.k / 2, 32, TILE::JOB_ROWS, CU_TENSOR_MAP_SWIZZLE_32B});
-  p.scales = tensor_map({CU_TENSOR_MAP_DATA_TYPE_FLOAT32, workspace + layout.scales, q.n, q.k / q.block_size, q.n * 4, TILE::JOB_ROWS, 1,
-                         CU_TENSOR_MAP_SWIZZLE_NONE});
+  p.source = make_source(l);
+  if (!p.source.in_kernel) {
+    p.scales = tensor_map({CU_TENSOR_MAP_DATA_TYPE_FLOAT32, workspace + layout.scales, q.n, q.k / q.block_size, q.n * 4, TILE::JOB_ROWS, 1,
+                           CU_TENSOR_MAP_SWIZZLE_NONE});
+  }
   p.output = tensor_map(
       {kMapType<T>, static_cast<T*>(l.args.out) + l.first * rows, rows, l.count, rows * 2, 64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B});
   const auto& values = q.quant_type == QuantType::kNf4 ? format::kNf4Values : format::kFp4Values;
@@ -87,9 +104,7 @@ void launch_multiply(const Launch& l) {
   std::call_once(prepared[device % kMaxDevices],
                  [&] { check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, TILE::SHARED_BYTES)); });
   const Params params = make_params<T, TILE>(l);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attribute = overlap_attribute();
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(2 * params.work.clusters));
   config.blockDim = dim3(TILE::THREADS);
@@ -107,12 +122,10 @@ void launch_tile(const Launch& l) {
       return launch_multiply<DIRECTION, T, Tile256>(l);
     case HopperTile::kTokens128:
       return launch_multiply<DIRECTION, T, Tile128>(l);
-    case HopperTile::kTokens128DeepX:
-      return launch_multiply<DIRECTION, T, Tile128DeepX>(l);
     case HopperTile::kTokens64:
       return launch_multiply<DIRECTION, T, Tile64>(l);
   }
-  fail(ErrorKind::kValue, "plan variant ", l.plan.variant, ", expected 0 to ", kHopperTiles * kHopperSchedules - 1);
+  fail(ErrorKind::kValue, "plan variant ", l.plan.variant, ", expected 0 to ", kHopperVariants - 1);
 }
 
 template <typename T>

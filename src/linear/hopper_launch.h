@@ -19,6 +19,15 @@ struct Matrix {
 
 CUtensorMap tensor_map(const Matrix& matrix);
 
+// Programmatic dependent launch: blocks may start once all blocks of the kernel before allow it or have ended; they wait for its results
+// with wait_for_previous_grids().
+inline cudaLaunchAttribute overlap_attribute() {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
 // One launch of the multiply: tokens [first, first + count).
 struct Launch {
   const LinearPlan& plan;

@@ -15,6 +15,7 @@ using hopper::kTileRows;
 using hopper::Work;
 
 constexpr int64_t kMaxExtent = 65535 * 64;        // row tiles and steps travel as 16 bits
+constexpr int64_t kMaxBlocks = int64_t{1} << 31;  // block indices are 32-bit, also of rows just beyond n
 constexpr int64_t kSharedMemoryBytes = 232448;    // of a CTA
 constexpr int64_t kMaxTokens = int64_t{1} << 31;  // TMA coordinates are 32-bit
 
@@ -27,7 +28,7 @@ struct TileModel {
   double step, tile, exchange, stream;
 };
 constexpr TileModel kTileModels[kHopperTiles] = {
-    {256, 4, 1045, 3000, 7000, 9000}, {128, 8, 660, 2000, 4700, 4000}, {128, 8, 650, 2000, 4500, 4000}, {64, 8, 480, 1200, 3000, 2500}};
+    {256, 4, 1045, 3000, 7000, 9000}, {128, 8, 650, 2000, 4500, 4000}, {64, 8, 480, 1200, 3000, 2500}};
 constexpr double kStreamKTiles = 0.1;  // what stream-K costs besides, in tiles
 constexpr double kPieceClocks = 6;     // of a piece beyond the second, a token of the tile
 // Longer tiles put the clusters at distant k: where several token tiles share packed rows, those are read from DRAM several times.
@@ -44,9 +45,7 @@ int64_t reduction(const LinearProblem& p) { return p.direction == Direction::kFo
 int clusters_of(const DeviceModel& device) { return std::max(1, device.sm_count / 2); }
 
 // What the clusters' lists of segments hold.
-int64_t tiles_per_launch(HopperTile tile, int clusters) {
-  return static_cast<int64_t>(hopper_max_segments(tile) - kSpareSegments) * clusters;
-}
+int64_t tiles_per_launch(int clusters) { return static_cast<int64_t>(kHopperMaxSegments - kSpareSegments) * clusters; }
 
 // Tiles of the last, partial wave.
 int tail_tiles(int64_t tiles, int clusters) { return static_cast<int>(tiles % clusters); }
@@ -62,7 +61,6 @@ double expected_clocks(const LinearProblem& p, const DeviceModel& device, Hopper
   const TileModel& model = model_of(tile);
   const int clusters = clusters_of(device);
   const int64_t token_tiles = ceil_div(p.m, 2 * model.tokens), tiles = token_tiles * ceil_div(out_rows(p), kTileRows);
-  if (tile != HopperTile::kTokens256 && tiles > tiles_per_launch(tile, clusters)) return -1;
   const int64_t steps = round_up(ceil_div(reduction(p), kStep), model.unit);
   const double whole_tile = static_cast<double>(steps) * model.step + model.tile;
   const int tail = tail_tiles(tiles, clusters);
@@ -84,7 +82,8 @@ LinearPlan finished(const LinearProblem& p, LinearPlan plan) {
   std::ostringstream reason;
   static constexpr const char* kScheduleNames[] = {"whole tiles", "stream-K", "last wave in pieces"};
   reason << "Hopper kernel, tiles of 128 rows by " << 2 * model_of(hopper_tile(plan.variant)).tokens << " tokens, "
-         << kScheduleNames[plan.variant % kHopperSchedules];
+         << kScheduleNames[plan.variant % kHopperSchedules]
+         << (hopper_scales(plan.variant) == HopperScales::kExpanded ? ", scales expanded before" : "");
   plan.reason = reason.str();
   return plan;
 }
@@ -106,7 +105,9 @@ std::string supports_hopper(const LinearProblem& p, const DeviceModel& device) {
   } else if (p.block_size < kStep || p.k < kStep || p.k % p.block_size != 0 || p.k > kMaxExtent) {
     no << "k " << p.k << " with block size " << p.block_size << ", the Hopper kernel takes blocks of at least " << kStep
        << " that divide k, k up to " << kMaxExtent;
-  } else if (ceil_div(out_rows(p), kTileRows) > tiles_per_launch(HopperTile::kTokens256, clusters_of(device))) {
+  } else if (p.n * (p.k / p.block_size) > kMaxBlocks) {
+    no << "a weight of " << p.n * (p.k / p.block_size) << " blocks, the Hopper kernel takes up to " << kMaxBlocks;
+  } else if (ceil_div(out_rows(p), kTileRows) > tiles_per_launch(clusters_of(device))) {
     no << "an output of " << out_rows(p) << " columns, too many for the " << device.sm_count << " multiprocessors of this device";
   } else if (p.x_alignment < 16 || p.x_row_stride % 8 != 0) {
     no << "activation rows not aligned to 16 bytes (address " << p.x_alignment << ", row stride " << p.x_row_stride << " elements)";
@@ -120,7 +121,7 @@ std::string supports_hopper(const LinearProblem& p, const DeviceModel& device) {
 
 int64_t hopper_tokens_per_launch(const LinearProblem& p, const LinearPlan& plan) {
   const int64_t tokens = 2 * model_of(hopper_tile(plan.variant)).tokens, row_tiles = ceil_div(out_rows(p), kTileRows);
-  const int64_t tiles = tiles_per_launch(hopper_tile(plan.variant), plan.grid / 2);
+  const int64_t tiles = tiles_per_launch(plan.grid / 2);
   return std::max<int64_t>(1, tiles / row_tiles) * tokens;
 }
 
@@ -151,7 +152,7 @@ Work hopper_work(const LinearProblem& p, const LinearPlan& plan, int64_t tokens)
 
 HopperWorkspace hopper_workspace(const LinearProblem& p, const LinearPlan& plan) {
   HopperWorkspace w;
-  w.partials = round_up(p.k / p.block_size * p.n * 4, 256);
+  if (hopper_scales(plan.variant) == HopperScales::kExpanded) w.partials = round_up(p.k / p.block_size * p.n * 4, 256);
   w.flags = w.partials;
   if (hopper_schedule(plan.variant) != HopperSchedule::kWhole) {
     w.flags += static_cast<int64_t>(plan.grid) * model_of(hopper_tile(plan.variant)).tokens * kTileRows * 4;
@@ -161,20 +162,21 @@ HopperWorkspace hopper_workspace(const LinearProblem& p, const LinearPlan& plan)
   return w;
 }
 
-LinearPlan plan_hopper_as(const LinearProblem& p, const DeviceModel& device, HopperTile tile, HopperSchedule schedule, int group) {
+LinearPlan plan_hopper_as(const LinearProblem& p, const DeviceModel& device, const HopperChoice& choice) {
   LinearPlan plan;
-  const TileModel& model = model_of(tile);
+  HopperSchedule schedule = choice.schedule;
+  const TileModel& model = model_of(choice.tile);
   const int64_t token_tiles = ceil_div(p.m, 2 * model.tokens), tiles = token_tiles * ceil_div(out_rows(p), kTileRows);
   const int64_t units = ceil_div(ceil_div(reduction(p), kStep), model.unit);
   const int clusters = clusters_of(device);
   plan.path = LinearPath::kHopper;
-  plan.group = static_cast<int>(std::min<int64_t>(group, token_tiles));
+  plan.group = static_cast<int>(std::min<int64_t>(choice.group, token_tiles));
   plan.grid = 2 * clusters;
-  plan.variant = hopper_variant(tile, schedule);
+  plan.variant = hopper_variant(choice.tile, schedule, choice.scales);
   if (p.m > hopper_tokens_per_launch(p, plan)) schedule = HopperSchedule::kWhole;  // partial sums belong to one launch
   plan.split = schedule == HopperSchedule::kSplitTail ? pieces_of_tail(tiles, clusters, units) : 1;
   if (tail_tiles(tiles, clusters) == 0 || (schedule == HopperSchedule::kSplitTail && plan.split < 2)) schedule = HopperSchedule::kWhole;
-  plan.variant = hopper_variant(tile, schedule);
+  plan.variant = hopper_variant(choice.tile, schedule, choice.scales);
   if (schedule == HopperSchedule::kWhole) {
     plan.split = 1;
     plan.grid = static_cast<int>(2 * std::min<int64_t>(clusters, tiles));
@@ -185,20 +187,20 @@ LinearPlan plan_hopper_as(const LinearProblem& p, const DeviceModel& device, Hop
 
 LinearPlan plan_hopper(const LinearProblem& p, const DeviceModel& device) {
   constexpr int kGroup = 4;
-  if (p.batch_invariant) return plan_hopper_as(p, device, HopperTile::kTokens256, HopperSchedule::kWhole, kGroup);
-  HopperTile best_tile = HopperTile::kTokens256;
-  HopperSchedule best_schedule = HopperSchedule::kWhole;
-  double best = expected_clocks(p, device, best_tile, best_schedule);
-  for (const HopperTile tile : {HopperTile::kTokens256, HopperTile::kTokens128DeepX, HopperTile::kTokens64}) {
+  constexpr HopperScales kScales = HopperScales::kExpanded;  // kInKernel has not run on a card yet
+  HopperChoice choice{HopperTile::kTokens256, HopperSchedule::kWhole, kScales, kGroup};
+  if (p.batch_invariant) return plan_hopper_as(p, device, choice);
+  double best = expected_clocks(p, device, choice.tile, choice.schedule);
+  for (const HopperTile tile : {HopperTile::kTokens256, HopperTile::kTokens128, HopperTile::kTokens64}) {
     for (const HopperSchedule schedule : {HopperSchedule::kWhole, HopperSchedule::kSplitTail, HopperSchedule::kStreamK}) {
       const double clocks = expected_clocks(p, device, tile, schedule);
       if (clocks < 0 || clocks >= best) continue;
       best = clocks;
-      best_tile = tile;
-      best_schedule = schedule;
+      choice.tile = tile;
+      choice.schedule = schedule;
     }
   }
-  return plan_hopper_as(p, device, best_tile, best_schedule, kGroup);
+  return plan_hopper_as(p, device, choice);
 }
 
 }  // namespace nybble

@@ -1,7 +1,9 @@
-// Scales of a weight, nested or plain, as fp32 in the layout that the Hopper kernel copies: [k / block][n].
+// The scale of a block as dequantize_4bit has it, and what may run before the Hopper kernel: all scales as fp32 [k / block][n], the flags
+// of partial sums set to zero.
 #pragma once
 
 #include "device/async.cuh"
+#include "device/scales.cuh"
 #include "nybble/format.h"
 
 namespace nybble::hopper {
@@ -18,16 +20,10 @@ struct ScaleExpansion {
   int flag_count;
 };
 
-// As dequantize_4bit does it: two roundings, each also through the nested dtype when that is 16-bit.
-__device__ __forceinline__ float round_through(float value, DType dtype) {
-  if (dtype == DType::kBFloat16) return __bfloat162float(__float2bfloat16_rn(value));
-  if (dtype == DType::kFloat16) return __half2float(__float2half_rn(value));
-  return value;
-}
+// offset: rounded through the nested dtype.
 __device__ __forceinline__ float scale_of(const Scales& s, int64_t block, float offset) {
   if (!s.nested()) return s.absmax[block];
-  const float product = device::multiply_flushed(s.nested_code[s.absmax_codes[block]], s.nested_absmax[block / kNestedBlockSize]);
-  return round_through(__fadd_rn(round_through(product, s.nested_dtype), offset), s.nested_dtype);
+  return device::nested_scale(s.nested_code[s.absmax_codes[block]], s.nested_absmax[block / kNestedBlockSize], offset, s.nested_dtype);
 }
 
 // Grid: (n / kScaleRows, blocks / kScaleBlocks), rounded up. Reads rows of W along k, writes along n, transposing in shared memory.
@@ -37,7 +33,7 @@ static __global__ void __launch_bounds__(kScaleThreads) expand_scales(const Scal
   device::allow_next_grid();
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const int row0 = static_cast<int>(blockIdx.x) * kScaleRows, block0 = static_cast<int>(blockIdx.y) * kScaleBlocks;
-  const float offset = e.scales.nested() ? round_through(*e.scales.offset, e.scales.nested_dtype) : 0.0f;
+  const float offset = e.scales.nested() ? device::round_through(*e.scales.offset, e.scales.nested_dtype) : 0.0f;
 #pragma unroll
   for (int i = 0; i < kScaleRows * kScaleBlocks / kScaleThreads; i++) {
     const int row = i / 2 * kWarps + warp, block = i % 2 * 32 + lane;
@@ -53,6 +49,12 @@ static __global__ void __launch_bounds__(kScaleThreads) expand_scales(const Scal
     const int block = i * kWarps + warp;
     if (row0 + lane < e.n && block0 + block < e.blocks) e.out[static_cast<int64_t>(block0 + block) * e.n + row0 + lane] = tile[block][lane];
   }
+}
+
+static __global__ void __launch_bounds__(kScaleThreads) zero_flags(int* flags, int count) {
+  device::wait_for_previous_grids();  // they may use the workspace
+  device::allow_next_grid();
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kScaleThreads) flags[i] = 0;
 }
 
 }  // namespace nybble::hopper

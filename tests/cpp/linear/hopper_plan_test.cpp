@@ -32,6 +32,8 @@ std::string coverage_fault(const Work& w, int max_segments) {
       if (s.end == 0) break;
       if (i >= max_segments - 1) return "cluster " + std::to_string(cluster) + " has too many segments";
       if (s.begin < 0 || s.begin >= s.end || s.end > w.steps) return "bad steps";
+      const bool ends = i == 0 || segment_of(w, share, i + 1).end == 0;
+      if (!ends && (s.begin != 0 || s.end != w.steps)) return "a segment in the middle of the list is not a whole tile";
       if (s.begin % w.unit != 0 || s.end % w.unit != 0) return "a segment is not cut at the unit";
       if (s.row_tile < 0 || s.row_tile >= w.row_tiles || s.token_tile < 0 || s.token_tile >= w.token_tiles) return "a tile outside";
       for (int step = s.begin; step < s.end; step++)
@@ -53,12 +55,11 @@ TEST(HopperWork, CoversEveryStepOfEveryTileOnce) {
   for (const Direction direction : {Direction::kForward, Direction::kGradInput}) {
     for (const int64_t m : {1, 64, 129, 512, 1000, 2048, 8192, 70000}) {
       for (const auto& [n, k] : {std::pair{14336, 4096}, {4096, 14336}, {1024, 4096}, {200, 576}, {27648, 5120}}) {
-        for (int variant = 0; variant < kHopperTiles * kHopperSchedules; variant++) {
+        for (int variant = 0; variant < kHopperVariants; variant++) {
           const LinearProblem p = problem(m, n, k, direction);
-          const LinearPlan plan = plan_hopper_as(p, kH200, hopper_tile(variant), hopper_schedule(variant), 4);
+          const LinearPlan plan = plan_hopper_as(p, kH200, {hopper_tile(variant), hopper_schedule(variant), hopper_scales(variant), 4});
           divided += hopper_schedule(plan.variant) != HopperSchedule::kWhole;
-          EXPECT_EQ(coverage_fault(work_of(p, plan), hopper_max_segments(hopper_tile(variant))), "")
-              << m << " " << n << " " << k << " " << variant;
+          EXPECT_EQ(coverage_fault(work_of(p, plan), kHopperMaxSegments), "") << m << " " << n << " " << k << " " << variant;
         }
       }
     }
@@ -68,13 +69,13 @@ TEST(HopperWork, CoversEveryStepOfEveryTileOnce) {
 
 TEST(HopperWork, ALostTileAndADoubledPieceAreSeen) {
   const LinearProblem p = problem(512, 14336, 4096);
-  Work w = work_of(p, plan_hopper_as(p, kH200, HopperTile::kTokens256, HopperSchedule::kWhole, 4));
-  ASSERT_EQ(coverage_fault(w, 192), "");
+  Work w = work_of(p, plan_hopper_as(p, kH200, {HopperTile::kTokens256, HopperSchedule::kWhole, HopperScales::kInKernel, 4}));
+  ASSERT_EQ(coverage_fault(w, kHopperMaxSegments), "");
   w.tiles--;
-  EXPECT_NE(coverage_fault(w, 192), "");
+  EXPECT_NE(coverage_fault(w, kHopperMaxSegments), "");
   w.tiles++;
   w.stream_tiles = 46, w.pieces = 2;  // the last wave cut in two although the stream-K range moves it
-  EXPECT_NE(coverage_fault(w, 192), "");
+  EXPECT_NE(coverage_fault(w, kHopperMaxSegments), "");
 }
 
 // A stream-K owner waits for what clusters of higher number (lower block index, started earlier) store as their first segment.
@@ -82,7 +83,7 @@ TEST(HopperWork, StreamKOwnersWaitOnlyForFirstSegmentsOfLaterClusters) {
   int owners = 0;
   for (const int64_t m : {64, 512, 1024, 4096}) {
     const LinearProblem p = problem(m, 14336, 4096);
-    const Work w = work_of(p, plan_hopper_as(p, kH200, HopperTile::kTokens256, HopperSchedule::kStreamK, 4));
+    const Work w = work_of(p, plan_hopper_as(p, kH200, {HopperTile::kTokens256, HopperSchedule::kStreamK, HopperScales::kInKernel, 4}));
     for (int c = 0; c < w.clusters; c++) {
       const Share share = share_of(w, c);
       for (int i = 0;; i++) {
@@ -146,9 +147,18 @@ TEST(HopperPlan, IsPureAndWithinTheWorkspaceBudget) {
 
 TEST(HopperPlan, PartialSumsStayWithinOneLaunch) {
   const LinearProblem p = problem(100000, 28672, 8192);
-  const LinearPlan plan = plan_hopper_as(p, kH200, HopperTile::kTokens256, HopperSchedule::kStreamK, 4);
+  const LinearPlan plan = plan_hopper_as(p, kH200, {HopperTile::kTokens256, HopperSchedule::kStreamK, HopperScales::kInKernel, 4});
   EXPECT_EQ(hopper_schedule(plan.variant), HopperSchedule::kWhole);
   EXPECT_LT(hopper_tokens_per_launch(p, plan), p.m);
+}
+
+TEST(HopperPlan, WholeTilesWithScalesInTheKernelNeedNoWorkspace) {
+  HopperChoice choice{HopperTile::kTokens256, HopperSchedule::kWhole, HopperScales::kInKernel, 4};
+  EXPECT_EQ(plan_hopper_as(problem(2048, 14336, 4096), kH200, choice).workspace_bytes, 0);
+  choice.scales = HopperScales::kExpanded;
+  EXPECT_EQ(plan_hopper_as(problem(2048, 14336, 4096), kH200, choice).workspace_bytes, 14336 * 4096 / 64 * 4);
+  choice.schedule = HopperSchedule::kStreamK, choice.scales = HopperScales::kInKernel;
+  EXPECT_GT(plan_hopper_as(problem(2048, 14336, 4096), kH200, choice).workspace_bytes, 0) << "the partial sums";
 }
 
 TEST(HopperPlan, BatchInvariantPlansSumWholeTilesWhateverM) {
@@ -156,11 +166,12 @@ TEST(HopperPlan, BatchInvariantPlansSumWholeTilesWhateverM) {
     LinearProblem p = problem(m, 4096, 4096);
     p.batch_invariant = true;
     const LinearPlan plan = plan_hopper(p, kH200);
-    EXPECT_EQ(plan.variant, hopper_variant(HopperTile::kTokens256, HopperSchedule::kWhole));
+    EXPECT_EQ(hopper_tile(plan.variant), HopperTile::kTokens256);
+    EXPECT_EQ(hopper_schedule(plan.variant), HopperSchedule::kWhole);
     EXPECT_TRUE(plan.batch_invariant);
   }
-  const LinearPlan cut =
-      plan_hopper_as(problem(512, 14336, 4096, Direction::kGradInput), kH200, HopperTile::kTokens256, HopperSchedule::kSplitTail, 4);
+  const LinearPlan cut = plan_hopper_as(problem(512, 14336, 4096, Direction::kGradInput), kH200,
+                                        {HopperTile::kTokens256, HopperSchedule::kSplitTail, HopperScales::kInKernel, 4});
   EXPECT_EQ(cut.split, 2);
   EXPECT_FALSE(cut.batch_invariant);
 }
