@@ -32,6 +32,13 @@ NYBBLE_EXPORT void nybble_arena_free(nybble_arena* arena);
 NYBBLE_EXPORT int nybble_arena_add_layer(nybble_arena* arena, const char* const* names, const int64_t* bytes, int32_t parts, int32_t* layer,
                                          int32_t* layout, int64_t* offsets);
 NYBBLE_EXPORT int nybble_arena_fill(nybble_arena* arena, int32_t layer, int32_t part, int64_t offset, const void* data, int64_t bytes);
+/* A Hugging Face checkpoint (a folder or one file), mapped and validated; see store.h. */
+typedef struct nybble_checkpoint nybble_checkpoint;
+NYBBLE_EXPORT int nybble_checkpoint_open(const char* path, nybble_checkpoint** checkpoint);
+NYBBLE_EXPORT void nybble_checkpoint_close(nybble_checkpoint* checkpoint);
+/* Copies a whole part from a tensor of as many bytes, and gives the file's pages back. */
+NYBBLE_EXPORT int nybble_arena_fill_tensor(nybble_arena* arena, int32_t layer, int32_t part, const nybble_checkpoint* checkpoint,
+                                           const char* tensor);
 /* The part's bytes, valid as long as the arena. */
 NYBBLE_EXPORT int nybble_arena_part(nybble_arena* arena, int32_t layer, int32_t part, void** data, int64_t* bytes);
 NYBBLE_EXPORT int nybble_arena_size(nybble_arena* arena, int32_t* layers, int64_t* bytes, int64_t* largest_layer_bytes);

@@ -5,10 +5,15 @@
 
 #include "core/last_error.h"
 #include "nybble/c_api_stream.h"
+#include "nybble/store.h"
 #include "nybble/stream.h"
 
 struct nybble_arena {
   std::shared_ptr<nybble::HostArena> arena;
+};
+
+struct nybble_checkpoint {
+  nybble::Checkpoint checkpoint;
 };
 
 struct nybble_ring {
@@ -42,6 +47,18 @@ CpuCopyOptions copy_options(const nybble_ring_options& from) {
     };
   }
   return options;
+}
+
+void fill_from(HostArena& arena, int layer, int part, const Checkpoint& checkpoint, const char* name) {
+  const TensorView* const tensor = checkpoint.find(name);
+  if (tensor == nullptr)
+    fail(ErrorKind::kValue, "checkpoint ", checkpoint.folder().string(), " has no tensor ", name, "; is it one of this model?");
+  const auto room = static_cast<int64_t>(arena.part(layer, part).size());
+  if (static_cast<int64_t>(tensor->bytes.size()) != room)
+    fail(ErrorKind::kFormat, "tensor ", name, " of ", checkpoint.folder().string(), " has ", tensor->bytes.size(), " bytes, expected ",
+         room, " by its weight's shape and block size; `nybble verify` lists every fault");
+  arena.fill(layer, part, 0, tensor->bytes);
+  checkpoint.file_of(*tensor).release(tensor->bytes);
 }
 
 std::unique_ptr<SlotRing> make_ring(const HostArena& arena, const int64_t* uids, void* const* slots, int32_t window, int64_t slot_bytes,
@@ -127,6 +144,19 @@ int nybble_arena_fill(nybble_arena* arena, int32_t layer, int32_t part, int64_t 
     if (bytes < 0) fail(ErrorKind::kValue, "bytes is ", bytes, ", expected none below 0");
     if (bytes > 0 && data == nullptr) fail(ErrorKind::kValue, "data is null, expected ", bytes, " bytes");
     require(arena, "arena").arena->fill(layer, part, offset, {static_cast<const std::byte*>(data), static_cast<size_t>(bytes)});
+  });
+}
+int nybble_checkpoint_open(const char* path, nybble_checkpoint** checkpoint) {
+  return run_recorded([&] {
+    require(path, "path");
+    require(checkpoint, "checkpoint") = new nybble_checkpoint{Checkpoint(path)};
+  });
+}
+void nybble_checkpoint_close(nybble_checkpoint* checkpoint) { delete checkpoint; }
+int nybble_arena_fill_tensor(nybble_arena* arena, int32_t layer, int32_t part, const nybble_checkpoint* checkpoint, const char* tensor) {
+  return run_recorded([&] {
+    require(tensor, "tensor");
+    fill_from(*require(arena, "arena").arena, layer, part, require(checkpoint, "checkpoint").checkpoint, tensor);
   });
 }
 int nybble_arena_part(nybble_arena* arena, int32_t layer, int32_t part, void** data, int64_t* bytes) {

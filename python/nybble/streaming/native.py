@@ -61,6 +61,9 @@ _SIGNATURES = {
         POINTER(c_int64),
     ],
     "nybble_arena_fill": [c_void_p, c_int32, c_int32, c_int64, c_void_p, c_int64],
+    "nybble_checkpoint_open": [c_char_p, POINTER(c_void_p)],
+    "nybble_checkpoint_close": [c_void_p],
+    "nybble_arena_fill_tensor": [c_void_p, c_int32, c_int32, c_void_p, c_char_p],
     "nybble_arena_part": [c_void_p, c_int32, c_int32, POINTER(c_void_p), POINTER(c_int64)],
     "nybble_arena_size": [c_void_p, POINTER(c_int32), POINTER(c_int64), POINTER(c_int64)],
     "nybble_ring_new": [
@@ -81,8 +84,8 @@ _SIGNATURES = {
 }
 for _name, _argtypes in _SIGNATURES.items():
     getattr(lib, _name).argtypes = _argtypes
-for _name in ("nybble_forget_owner", "nybble_unregister_slot", "nybble_arena_free", "nybble_ring_free"):
-    getattr(lib, _name).restype = None
+for _name in ("forget_owner", "unregister_slot", "arena_free", "checkpoint_close", "ring_free"):
+    getattr(lib, f"nybble_{_name}").restype = None
 
 
 def _strings(texts: Sequence[str]):
@@ -123,6 +126,16 @@ def verify_owner(uid: int, pointers: Sequence[int]) -> None:
     check(lib.nybble_verify_owner(uid, (c_void_p * len(pointers))(*pointers), len(pointers)))
 
 
+class Checkpoint:
+    """A Hugging Face checkpoint, mapped and validated by the core. ValueError or OSError names the first fault."""
+
+    def __init__(self, path):
+        handle = c_void_p()
+        check(lib.nybble_checkpoint_open(str(path).encode(), byref(handle)))
+        self.handle = handle
+        self.close = weakref.finalize(self, lib.nybble_checkpoint_close, handle)
+
+
 class Arena:
     """The packed base in host memory: one contiguous blob per layer."""
 
@@ -153,6 +166,10 @@ class Arena:
         tensor = tensor.detach().contiguous()
         size = tensor.numel() * tensor.element_size()
         check(lib.nybble_arena_fill(self.handle, layer, part, 0, tensor.data_ptr(), size))
+
+    def fill_tensor(self, layer: int, part: int, checkpoint: Checkpoint, tensor: str) -> None:
+        """Copies a whole part from a checkpoint's tensor of as many bytes, from the mapped file, in the core."""
+        check(lib.nybble_arena_fill_tensor(self.handle, layer, part, checkpoint.handle, tensor.encode()))
 
     def part(self, layer: int, part: int) -> torch.Tensor:
         """The part as a uint8 tensor with a storage of its own over the arena's bytes (no copy, keeps the arena)."""

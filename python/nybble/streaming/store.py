@@ -11,13 +11,14 @@ import torch
 from safetensors import safe_open
 
 from ..quant_state import QUANT_TYPE_CODES, nested_table, table
+from .native import Checkpoint
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclasses.dataclass
 class StoredWeight:
-    """One 4-bit weight of a store. Sizes are validated; tensors are read by CheckpointStore.tensor()."""
+    """One 4-bit weight of a store, without the bytes that stream."""
 
     name: str  # of the module, without ".weight"
     shape: tuple[int, int]  # [out_features, in_features]
@@ -69,6 +70,7 @@ class CheckpointStore:
         self.config = json.loads(config.read_text())
         self._files: dict[str, object] = {}
         self._where = self._index()
+        self.mapped = Checkpoint(self.path)
 
     def _index(self) -> dict[str, str]:
         index = self.path / "model.safetensors.index.json"
@@ -101,6 +103,7 @@ class CheckpointStore:
 
     def close(self) -> None:
         self._files.clear()
+        self.mapped.close()
 
     def quantization_config(self) -> dict:
         found = self.config.get("quantization_config")
@@ -115,7 +118,7 @@ class CheckpointStore:
         return any(f"{module}.weight.quant_state.bitsandbytes__{kind}" in self for kind in QUANT_TYPE_CODES)
 
     def weight(self, module: str) -> StoredWeight:
-        """The 4-bit weight of a module, its sizes checked against its shape."""
+        """The 4-bit weight of a module. The sizes of its tensors are checked when the arena takes them."""
         kinds = [kind for kind in QUANT_TYPE_CODES if f"{module}.weight.quant_state.bitsandbytes__{kind}" in self]
         if len(kinds) != 1:
             raise ValueError(f"{module}.weight has {len(kinds)} quant states in the store, expected one")
@@ -161,9 +164,3 @@ class CheckpointStore:
             fail(
                 "nested_quant_map", f"a table of {weight.nested_code.numel()} other values", "bitsandbytes' 256 values"
             )
-        sizes = weight.parts()
-        for part, name in weight.tensor_names().items():
-            tensor = self.tensor(name)
-            size = tensor.numel() * tensor.element_size()
-            if size != sizes[part]:
-                fail(f"size of {part}", f"{size} bytes", f"{sizes[part]} for shape {list(weight.shape)}")

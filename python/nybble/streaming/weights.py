@@ -122,8 +122,10 @@ class StreamedWeight:
         layer, part = self._where
         names = self.stored.tensor_names()
         for index, name in enumerate(self.stored.parts()):
-            tensor = store.tensor(names[name]) if name in names else torch.tensor(self.stored.offset)
-            self._arena.fill(layer, part + index, tensor)
+            if name in names:
+                self._arena.fill_tensor(layer, part + index, store.mapped, names[name])
+            else:
+                self._arena.fill(layer, part + index, torch.tensor(self.stored.offset))
 
     def resident_fields(self) -> dict[str, torch.Tensor]:
         """The arena's bytes as typed tensors, each with a storage of its own (savers that drop shared tensors keep
