@@ -6,6 +6,7 @@ from ._library import build_info
 from .counters import path_counters, reset_path_counters
 from .errors import StaleWeightError, UnsupportedError
 from .linear import linear, matmul_4bit, nf4_linear
+from .plan import explain, supports
 from .quant_state import QuantState
 from .quantize import dequantize_4bit, quantize_4bit
 from .streaming.pool import SlotPool
@@ -19,6 +20,7 @@ __all__ = [
     "UnsupportedError",
     "build_info",
     "dequantize_4bit",
+    "explain",
     "linear",
     "matmul_4bit",
     "memory_stats",
@@ -27,6 +29,7 @@ __all__ = [
     "quantize_4bit",
     "reset_path_counters",
     "stream",
+    "supports",
     "unstream",
 ]
 

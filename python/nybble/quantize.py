@@ -52,7 +52,7 @@ def quantize_4bit(
             _nest(state, offset)
     except RuntimeError as error:
         raise translate(error) from None
-    packed = packed.view(quant_storage)
+    packed = packed.view(-1).view(quant_storage).view(-1, 1)
     if absmax is not None:
         state.absmax = absmax.copy_(state.absmax)
     return (packed if out is None else out.copy_(packed)), state
@@ -61,7 +61,9 @@ def quantize_4bit(
 def _nest(state: QuantState, offset: torch.Tensor | float | None) -> None:
     """Replaces plain scales by nested ones."""
     scales = state.absmax
-    if offset is None:
+    if scales.numel() == 0:
+        mean = torch.zeros((), device=scales.device)
+    elif offset is None:
         mean = _ops.absmax_mean(scales)
     else:
         mean = torch.as_tensor(offset, dtype=torch.float32).to(scales.device).reshape(())
@@ -90,15 +92,16 @@ def dequantize_4bit(
         if absmax is None or out is None:
             raise ValueError("quant_state is None, expected one, or both absmax and out")
         quant_state = QuantState(absmax, out.shape, None, 64 if blocksize is None else blocksize, quant_type, out.dtype)
-    dense = dense_weight(A, quant_state, quant_state.dtype)
+    dense = dense_weight(A, quant_state)
     if out is not None:
         dense = out.copy_(dense)
     return dense.t() if A.dim() > 0 and A.shape[0] == 1 else dense
 
 
-def dense_weight(packed: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The dense weight, quant_state.shape in dtype: fp32 table value times scale, rounded once to dtype."""
+def dense_weight(packed: torch.Tensor, quant_state: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The dense weight in dtype (by default that of the state): fp32 table value times scale, rounded once."""
     args = weight_args(packed, quant_state)
+    out_dtype = args.state_dtype if dtype is None else dtype_code(dtype, "dtype")
     shape = args.shape or (1,)
     columns = shape[-1]
     rows = 1
@@ -106,14 +109,7 @@ def dense_weight(packed: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> 
         rows *= size
     try:
         dense = _ops.dequantize_4bit(
-            *args.tensors,
-            None,
-            rows,
-            columns,
-            args.blocksize,
-            args.quant_type,
-            args.nested_dtype,
-            dtype_code(dtype, "dtype"),
+            *args.tensors, None, rows, columns, args.blocksize, args.quant_type, args.nested_dtype, out_dtype
         )
     except RuntimeError as error:
         raise translate(error) from None

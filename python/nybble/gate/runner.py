@@ -271,7 +271,9 @@ def _worst(results: Sequence[Result]) -> Result:
 def repeatable_algorithms() -> Iterator[None]:
     """Deterministic algorithms for the block, the caller's setting after it."""
     before = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode("error")  # not use_deterministic_algorithms(): that imports the compiler, seconds
+    torch.set_deterministic_debug_mode(
+        "error"
+    )  # not use_deterministic_algorithms(): that imports the compiler, seconds
     try:
         yield
     finally:

@@ -23,8 +23,8 @@ from .weights import Weight, spoil
 Op = Callable[..., torch.Tensor]  # op(x, packed, quant_state, bias=None) -> y
 
 _N, _K, _ROWS = 96, 128, 6
-# How far an op may be from float64, as a multiple of a dense multiply's own error. In 16 bit the rounding of the result rules, the same for
-# all; in fp32 the order of the sums does, which is anyone's choice.
+# How far an op may be from float64, as a multiple of a dense multiply's own error. In 16 bit the rounding of the result
+# rules, the same for all; in fp32 the order of the sums does, which is anyone's choice.
 _ERROR_RATIO = {torch.bfloat16: 1.05, torch.float16: 1.05, torch.float32: 2.0}
 
 

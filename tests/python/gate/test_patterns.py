@@ -1,6 +1,7 @@
 """The model of the arms against its closed form and against patterns written out by hand."""
 
 import pytest
+
 from nybble.gate.aliasing.cells import Cell, Mode, Ring, Stack, all_cells
 from nybble.gate.aliasing.patterns import Keeps, closed_form, predict
 

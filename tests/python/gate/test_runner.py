@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+
 from nybble.gate.report import as_json, verdict_lines
 from nybble.gate.runner import (
     Claim,
