@@ -12,8 +12,18 @@ from collections.abc import Callable
 import torch
 
 from . import _ops
+from .errors import translate
 
 Guard = Callable[[torch.Tensor], None]
+
+
+def _launch(op, *args):
+    """Calls an op past its registered autograd, and raises what it raises as the exact Python type."""
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+    except RuntimeError as error:
+        raise translate(error) from None
 
 
 class LinearFunction(torch.autograd.Function):
@@ -25,8 +35,7 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx, x, packed, absmax, code, nested_absmax, nested_code, offset, bias, uid, spec, guard):
         if guard is not None:
             guard(packed)
-        with torch._C._AutoDispatchBelowAutograd():
-            y = _ops.linear_4bit(x, packed, absmax, code, nested_absmax, nested_code, offset, bias, uid, *spec)
+        y = _launch(_ops.linear_4bit, x, packed, absmax, code, nested_absmax, nested_code, offset, bias, uid, *spec)
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(packed, absmax, code, nested_absmax, nested_code, offset, uid)
         ctx.spec = spec
@@ -75,8 +84,7 @@ def grad_input(grad_y, weight, spec, guard):
 def launch_grad_input(grad_y, weight, spec, guard):
     if guard is not None:
         guard(weight[0])
-    with torch._C._AutoDispatchBelowAutograd():
-        return _ops.linear_4bit_grad_input(grad_y, *weight, *spec)
+    return _launch(_ops.linear_4bit_grad_input, grad_y, *weight, *spec)
 
 
 def forward(x, weight, bias, uid, spec, guard):
@@ -85,5 +93,4 @@ def forward(x, weight, bias, uid, spec, guard):
         return LinearFunction.apply(x, *weight, bias, uid, spec, guard)
     if guard is not None:
         guard(weight[0])
-    with torch._C._AutoDispatchBelowAutograd():
-        return _ops.linear_4bit(x, *weight, bias, uid, *spec)
+    return _launch(_ops.linear_4bit, x, *weight, bias, uid, *spec)

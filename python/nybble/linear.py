@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from . import _ops, autograd
-from .errors import translate
 from .quant_state import WeightArgs, dtype_code, mode_code, quant_type_code, table, weight_args
 from .quantize import dequantize_4bit
 
@@ -28,10 +27,7 @@ def _run(x, tensors, bias, uid, spec, guard):
                 "a callable guard cannot be compiled, expected a uid tensor; or leave this call out of torch.compile"
             )
         return _ops.linear_4bit(x, *tensors, bias, uid, *spec)
-    try:
-        return autograd.forward(x, tensors, bias, uid, spec, guard)
-    except RuntimeError as error:
-        raise translate(error) from None
+    return autograd.forward(x, tensors, bias, uid, spec, guard)
 
 
 def linear(
