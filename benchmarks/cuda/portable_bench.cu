@@ -1,12 +1,12 @@
-// A library for benchmarks/harness/portable_time.py and portable_check.py: the portable and row kernels with the plan chosen by the caller, the dense skeleton, and
-// the emulation of slower tensor cores. Not part of the product.
+// A library for benchmarks/harness/portable_time.py and portable_check.py: the portable and row kernels with the plan chosen by the caller,
+// the dense skeleton, and the emulation of slower tensor cores. Not part of the product.
 #include <cstring>
 #include <string>
 
-#include "portable_yardstick.cuh"
 #include "linear/portable_launch.cuh"
 #include "linear/portable_params.h"
 #include "linear/row.h"
+#include "portable_yardstick.cuh"
 
 using namespace nybble;
 
@@ -39,6 +39,7 @@ LinearProblem problem_of(const BenchCall& c) {
   p.m = c.m, p.n = c.n, p.k = c.k, p.direction = static_cast<Direction>(c.direction), p.dtype = static_cast<DType>(c.dtype);
   p.quant_type = static_cast<QuantType>(c.quant_type), p.block_size = c.block_size, p.nested = c.codes != nullptr;
   p.bias = c.bias != nullptr, p.x_row_stride = c.x_stride, p.x_alignment = alignment_of(c.x);
+  p.mode = LinearMode::kFused;
   p.packed_alignment = c.path == kBenchDense ? 256 : alignment_of(c.packed);
   return p;
 }
@@ -46,7 +47,10 @@ LinearProblem problem_of(const BenchCall& c) {
 LinearPlan plan_of(const BenchCall& c, const LinearProblem& problem) {
   const DeviceModel device{"bench", c.sm, c.sm_count, 0, 0};
   const bool row = c.path == kBenchRow || (c.path == kBenchAuto && supports_row(problem, device).empty());
-  const std::string refusal = row ? supports_row(problem, device) : supports_portable(problem, device);
+  const bool fast = c.variant >= 0 && c.variant != kPortableGeneral;
+  const std::string refusal = row    ? supports_row(problem, device)
+                              : fast ? supports_portable_fast(problem, device)
+                                     : supports_portable(problem, device);
   if (!refusal.empty()) fail(ErrorKind::kUnsupported, refusal);
   if (row) return plan_row(problem, device);
   if (c.variant < 0) return plan_portable(problem, device);

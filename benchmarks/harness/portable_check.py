@@ -13,7 +13,7 @@ import sys
 import time
 
 import torch
-from portable_kernels import PORTABLE, ROW, TILES, Kernels, Weight
+from portable_kernels import GENERAL, PORTABLE, ROW, TILES, Kernels, Weight
 
 
 def relative_error(out, reference):
@@ -31,12 +31,18 @@ def guards_intact(memory):
     return bool((memory[:32] == 77).all() and (memory[-32:] == 77).all())
 
 
-def check_case(kernels, weight, m, direction, dtype, bias, options):
+def odd_rows(m, columns, dtype, gap):
+    """A view whose rows start anywhere: `gap` elements between them and before the first."""
+    memory = torch.randn(m * (columns + gap) + gap, dtype=dtype, device="cuda")
+    return memory[gap:].as_strided((m, columns), (columns + gap, 1))
+
+
+def check_case(kernels, weight, m, direction, dtype, bias, options, gap=0):
     """Empty, or what is wrong."""
     dense = weight.dense(dtype)
     w = dense if direction else dense.t()
     reduction, columns = w.shape
-    x = torch.randn(m, reduction, dtype=dtype, device="cuda")
+    x = odd_rows(m, reduction, dtype, gap)
     b = torch.randn(columns, dtype=dtype, device="cuda") if bias and not direction else None
     reference = x.double() @ w.double() + (b.double() if b is not None else 0)
     cublas = torch.addmm(b, x, w) if b is not None else x @ w
@@ -104,6 +110,16 @@ def check_cases():
     yield dict(n=333, k=448), (65,), (0,), b, True, every
     yield dict(n=8, k=64), (1, 300), (0, 1), b, False, every
     yield dict(n=4096, k=4096), (16, 100, 512), (0, 1), b, False, every
+    general = [dict(path=PORTABLE, variant=GENERAL, cut=cut) for cut in (0, 1)]
+    for n, k, block, shift in (
+        (300, 1000, 64, 1),
+        (257, 129, 32, 3),
+        (77, 33, 128, 2),
+        (1, 1, 64, 0),
+        (513, 1002, 4096, 5),
+    ):
+        for nested, dtype in ((True, b), (False, h)):
+            yield dict(n=n, k=k, block=block, shift=shift, nested=nested), (1, 70, 130), (0, 1), dtype, True, general
     row = [dict(path=ROW)]
     for block in (32, 64, 4096):
         yield dict(n=301, k=1056, block=block), (1, 2, 3, 4, 5, 8), (0, 1), b, True, row
@@ -149,7 +165,8 @@ def check(kernels, seconds):
                 weight = Weight(**arguments)
                 for options in arms:
                     cases += 1
-                    wrong = check_case(kernels, weight, m, direction, dtype, bias, options)
+                    odd = options["path"] == ROW or options["variant"] == GENERAL
+                    wrong = check_case(kernels, weight, m, direction, dtype, bias, options, gap=m % 3 if odd else 0)
                     if wrong:
                         failures.append((arguments, m, direction, str(dtype), options, wrong))
     for failure in failures[:20]:

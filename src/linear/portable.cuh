@@ -9,7 +9,7 @@
 // Shared memory (rows of 128 bytes, 16-byte chunk c of row r at c ^ (r & 7)):
 //   x 0 | x 1        [BLOCK_M tokens][64 of the reduction]                         filled by cp.async
 //   W 0 | W 1        forward [BLOCK_N rows n][64 k], grad input [BLOCK_N / 64][64 n][64 k]    filled by decode
-//   256 nested code values | Schedule
+//   256 nested code values | 16 values | Schedule
 //
 // Preconditions: k % 64 == 0, block size >= 64, packed and every row of x 16-byte aligned, grad input: n % 8 == 0, n k / 64 < 2^32. Any m,
 // n. Bound by: tensor pipe and register read ports (docs/portable.md). No run-time branch may enter the stream of mma: it costs 10-30%.
@@ -38,7 +38,8 @@ struct Traits {
   static constexpr int kThreads = BLOCK_M / WARP_M * kWarpsN * 32;
   static constexpr int kDecodeGroups = kThreads / BLOCK_N;  // thread groups that take turns at decoding a stage
   static constexpr int kXBytes = BLOCK_M * 128, kWBytes = BLOCK_N * 128;
-  static constexpr int kWOffset = 2 * kXBytes, kCodeOffset = kWOffset + 2 * kWBytes, kScheduleOffset = kCodeOffset + 1024;
+  static constexpr int kWOffset = 2 * kXBytes, kCodeOffset = kWOffset + 2 * kWBytes;
+  static constexpr int kValueOffset = kCodeOffset + 1024, kScheduleOffset = kValueOffset + 64;
   static constexpr int kSharedBytes = kScheduleOffset + static_cast<int>(sizeof(Schedule));
   static constexpr int kRowsPerPass = kThreads / 8;  // of x, one chunk a thread
   static constexpr int kPasses = BLOCK_M / kRowsPerPass;
@@ -115,7 +116,7 @@ struct Activations {
 template <class C>
 struct PackedWeights {
   uint32_t destination;  // this thread's row of buffer 0
-  uint32_t codes;        // shared address of the nested code values; `codes` + the offset of Schedule::offset
+  uint32_t codes;        // shared address of the nested code values
   uint32_t unit;         // index of the 64 codes at hand in the flattened weight
   int live;              // grad input: rows of W from this unit's row on
   uint4 low, high;       // 32 packed bytes
@@ -155,7 +156,8 @@ struct PackedWeights {
 
   __device__ __forceinline__ void build_table(const Params& p) {
     const float code_value = device::load_shared_f32(codes + 4 * code);
-    const float offset = device::load_shared_f32(codes + 1024 + static_cast<uint32_t>(offsetof(Schedule, offset)));
+    const float offset =
+        device::load_shared_f32(codes + C::kScheduleOffset - C::kCodeOffset + static_cast<uint32_t>(offsetof(Schedule, offset)));
     float scale = __fadd_rn(device::multiply_flushed(code_value, absmax), offset);  // two roundings, as dequantize_4bit
     if (!C::kForward && live <= 0) scale = 0.f;
     table = device::make_scaled_table<typename C::Element>(p.values, scale);
@@ -353,6 +355,7 @@ template <class C>
 __device__ __forceinline__ void fill_shared(const Params& p, uint8_t* shared, Schedule& schedule) {
   float* code_values = reinterpret_cast<float*>(shared + C::kCodeOffset);
   for (int i = threadIdx.x; i < 256; i += C::kThreads) code_values[i] = p.code_values ? p.code_values[i] : 1.f;
+  if (threadIdx.x < 16) reinterpret_cast<float*>(shared + C::kValueOffset)[threadIdx.x] = p.values[threadIdx.x];
   if (threadIdx.x == 0) {
     schedule.offset = p.offset ? *p.offset : -0.f;
     start_schedule(p, schedule);

@@ -11,8 +11,8 @@ struct CUstream_st;
 
 namespace nybble {
 
-// Plan variants, by output tile (tokens x columns).
-enum PortableVariant : int { kPortable256x128 = 0, kPortable128x128, kPortable64x128, kPortable16x128 };
+// Plan variants, by output tile (tokens x columns). General: 128 x 128, for what the others do not take.
+enum PortableVariant : int { kPortable256x128 = 0, kPortable128x128, kPortable64x128, kPortable16x128, kPortableGeneral };
 
 struct PortableTile {
   int tokens, columns;
@@ -25,7 +25,11 @@ std::span<const PortableTile> portable_tiles();
 // CTAs of a variant that share an SM of this device.
 int portable_ctas_per_sm(const PortableTile& tile, const DeviceModel& device);
 
-// Why the kernel does not take the problem, empty when it does.
+// Why the fast variants do not take the problem, empty when they do.
+std::string supports_portable_fast(const LinearProblem& problem, const DeviceModel& device);
+
+// Why no variant takes the problem, empty when one does. The general one stands back above 128 tokens unless mode fused asks for it: a
+// separate dequantisation is faster then.
 std::string supports_portable(const LinearProblem& problem, const DeviceModel& device);
 
 // The variant by number of tokens; reductions are cut (stream-K) where whole tiles would leave SMs idle, never with batch_invariant.

@@ -3,8 +3,8 @@
 
 #include "core/cuda_check.h"
 #include "linear/kernel_shared_memory.h"
-#include "linear/portable.cuh"
 #include "linear/portable.h"
+#include "linear/portable_general.cuh"
 
 namespace nybble::portable {
 
@@ -29,7 +29,10 @@ void launch_variant(int variant, const Params& params, int grid, cudaStream_t st
     case kPortable16x128:
       return launch<Traits<DIRECTION, T, 16, 128, 16, 32, 4>>(params, grid, stream);
   }
-  fail(ErrorKind::kValue, "portable variant ", variant, ", expected 0 to 3");
+  if (variant == kPortableGeneral) {
+    return launch<Traits<DIRECTION, T, 128, 128, 64, 32, 1>, GeneralActivations, GeneralWeights>(params, grid, stream);
+  }
+  fail(ErrorKind::kValue, "portable variant ", variant, ", expected 0 to 4");
 }
 
 template <typename T>

@@ -18,6 +18,8 @@ Params make_params(const LinearPlan& plan, const LinearProblem& problem, const L
   static_cast<WeightOperand&>(p) = weight_operand(args.weight);
   p.x = args.in;
   p.x_stride = args.in_row_stride ? args.in_row_stride : reduction;
+  const int64_t row_bits = reinterpret_cast<intptr_t>(args.in) | (problem.m > 1 ? p.x_stride * 2 : 0);
+  p.x_alignment = row_bits % 16 == 0 ? 16 : row_bits % 4 == 0 ? 4 : 2;
   p.bias = forward ? args.bias : nullptr;
   p.out = args.out;
   p.m = static_cast<int>(problem.m);

@@ -8,8 +8,8 @@
 
 namespace nybble::portable {
 
-// Shared memory of a CTA: two stages of 64 of x and of decoded W, the nested code values, the schedule (portable_schedule.cuh).
-constexpr int shared_bytes(int tokens, int columns) { return 2 * 128 * (tokens + columns) + 1024 + 56; }
+// Shared memory of a CTA: two stages of 64 of x and of decoded W, 256 nested code values, 16 values, the schedule (portable_schedule.cuh).
+constexpr int shared_bytes(int tokens, int columns) { return 2 * 128 * (tokens + columns) + 1024 + 64 + 56; }
 
 struct Params : WeightOperand {
   const void* x;     // [m][reduction], 16 bit, rows x_stride elements apart
@@ -19,6 +19,7 @@ struct Params : WeightOperand {
   int* flags;        // [grid], zero, cut reductions only
   int64_t x_stride;
   int m, n, k;
+  int x_alignment;  // of every row, bytes: 16, 4 or 2; general kernel
   int token_tiles, column_tiles;
   int stages;       // of 64 along the reduction
   int group;        // token tiles in a rasterisation group

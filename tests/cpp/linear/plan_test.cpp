@@ -75,8 +75,10 @@ INSTANTIATE_TEST_SUITE_P(
                       PathCase{"H200SomeTokens", problem(64, 14336, 4096), kH200, LinearPath::kHopper},
                       PathCase{"GeForceManyTokens", problem(8192, 14336, 4096), kRtx4090, LinearPath::kPortable},
                       PathCase{"A100ManyTokens", problem(8192, 14336, 4096), kA100, LinearPath::kDequant},
-                      PathCase{"OddColumns", problem(64, 256, 100), kRtx4090, LinearPath::kDequant},
-                      PathCase{"Block32", with_block(problem(64, 256, 128), 32), kRtx4090, LinearPath::kDequant},
+                      PathCase{"OddColumns", problem(64, 256, 100), kRtx4090, LinearPath::kPortable},
+                      PathCase{"OddColumnsManyTokens", problem(512, 256, 100), kRtx4090, LinearPath::kDequant},
+                      PathCase{"OddColumnsFused", with_mode(problem(512, 256, 100), LinearMode::kFused), kRtx4090, LinearPath::kPortable},
+                      PathCase{"Block32ManyTokens", with_block(problem(129, 256, 128), 32), kRtx4090, LinearPath::kDequant},
                       PathCase{"Block32OneToken", with_block(problem(1, 256, 128), 32), kRtx4090, LinearPath::kRow},
                       PathCase{"OldCard", problem(4, 64, 64), kTuring, LinearPath::kDequant}),
     [](const auto& info) { return info.param.title; });

@@ -3,8 +3,8 @@
 
 #include <stdexcept>
 
-#include "linear/portable.cuh"
 #include "linear/portable.h"
+#include "linear/portable_general.cuh"
 #include "linear/simt_case.h"
 
 namespace nybble::portable {
@@ -14,9 +14,9 @@ alignas(128) uint8_t shared[99 * 1024];
 namespace nybble {
 namespace {
 
-template <class C>
+template <class C, template <class> class X = portable::Activations, template <class> class W = portable::PackedWeights>
 void run_kernel(const portable::Params& p, int grid, uint64_t seed) {
-  simt::launch(grid, C::kThreads, portable::shared, C::kSharedBytes, seed, [&] { portable::portable_kernel<C>(p); });
+  simt::launch(grid, C::kThreads, portable::shared, C::kSharedBytes, seed, [&] { portable::portable_kernel<C, X, W>(p); });
 }
 
 template <Direction DIRECTION, typename T>
@@ -30,6 +30,9 @@ void run_variant(int variant, const portable::Params& p, int grid, uint64_t seed
       return run_kernel<portable::Traits<DIRECTION, T, 64, 128, 32, 32, 2>>(p, grid, seed);
     case kPortable16x128:
       return run_kernel<portable::Traits<DIRECTION, T, 16, 128, 16, 32, 4>>(p, grid, seed);
+    case kPortableGeneral:
+      return run_kernel<portable::Traits<DIRECTION, T, 128, 128, 64, 32, 1>, portable::GeneralActivations, portable::GeneralWeights>(
+          p, grid, seed);
   }
   FAIL() << "variant " << variant;
 }
@@ -42,8 +45,9 @@ struct PortableCase {
 
 std::vector<uint16_t> run(const PortableCase& c, SimtOperands& o, uint64_t seed, LinearPlan* used = nullptr) {
   const DeviceModel device{"simulated", 80, c.sms_to_cut_for > 0 ? c.sms_to_cut_for : 3, 0, 0};
-  const LinearProblem problem = c.base.problem();
-  EXPECT_EQ(supports_portable(problem, device), "");
+  LinearProblem problem = c.base.problem();
+  problem.mode = LinearMode::kFused;  // the general variant also above 128 tokens
+  EXPECT_EQ(c.variant == kPortableGeneral ? supports_portable(problem, device) : supports_portable_fast(problem, device), "");
   const LinearPlan plan = plan_portable_as(c.variant, c.sms_to_cut_for > 0, problem, device);
   if (used) *used = plan;
   SimtLaunch launch(c.base, o, plan.workspace_bytes);
@@ -90,6 +94,15 @@ INSTANTIATE_TEST_SUITE_P(
         PortableCase{{.title = "Fp4Half", .m = 5, .n = 96, .k = 128, .bias = true, .half = true, .quant_type = QuantType::kFp4},
                      kPortable64x128},
         PortableCase{{.title = "HalfGrad", .direction = kG, .m = 5, .n = 96, .k = 128, .half = true}, kPortable16x128},
+        PortableCase{{.title = "GeneralOddBytes", .m = 9, .n = 37, .k = 133, .packed_shift = 1}, kPortableGeneral},
+        PortableCase{{.title = "GeneralOddBytesGrad", .direction = kG, .m = 9, .n = 137, .k = 33, .packed_shift = 3}, kPortableGeneral},
+        PortableCase{{.title = "GeneralBlock32", .m = 70, .n = 65, .k = 100, .block_size = 32, .bias = true}, kPortableGeneral},
+        PortableCase{{.title = "GeneralOddX", .m = 3, .n = 20, .k = 129, .block_size = 32, .nested = false, .x_shift = 1},
+                     kPortableGeneral},
+        PortableCase{{.title = "GeneralOddXGrad", .direction = kG, .m = 130, .n = 129, .k = 258, .x_shift = 1}, kPortableGeneral},
+        PortableCase{{.title = "GeneralWordX", .direction = kG, .m = 2, .n = 66, .k = 7, .half = true, .x_shift = 2}, kPortableGeneral},
+        PortableCase{{.title = "GeneralOne", .m = 1, .n = 1, .k = 1, .bias = true}, kPortableGeneral},
+        PortableCase{{.title = "GeneralCut", .m = 5, .n = 130, .k = 1030, .block_size = 128}, kPortableGeneral, 5},
         PortableCase{{.title = "Cut", .direction = kF, .m = 130, .n = 264, .k = 640, .bias = true}, kPortable128x128, 9},
         PortableCase{{.title = "CutGrad", .direction = kG, .m = 70, .n = 640, .k = 192}, kPortable64x128, 3},
         PortableCase{{.title = "CutRemainder", .direction = kF, .m = 17, .n = 600, .k = 448}, kPortable16x128, 1},
@@ -121,7 +134,7 @@ TEST(PortableSimtControl, AWrongScaleAndAReadPastTheEndAreCaught) {
   ASSERT_EQ(count_wrong(c.base, o, run(c, o, 1)), 0);
   o.codes[3] ^= 0x40;
   EXPECT_GT(count_wrong(c.base, o, run(c, o, 1)), 0) << "a changed scale went unnoticed";
-  o.packed.pop_back();
+  o.packed = o.packed.first(o.packed.size() - 1);
   EXPECT_THROW(run(c, o, 1), std::runtime_error) << "a read past the packed weight went unnoticed";
 }
 

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,7 @@ struct SimtCase {
   int block_size = 64;
   bool nested = true, bias = false, half = false;
   QuantType quant_type = QuantType::kNf4;
+  int packed_shift = 0, x_shift = 0;  // bytes, elements off a 256-byte boundary
 
   bool forward() const { return direction == Direction::kForward; }
   int64_t columns() const { return forward() ? n : k; }
@@ -30,6 +32,9 @@ struct SimtCase {
     p.m = m, p.n = n, p.k = k, p.direction = direction, p.block_size = block_size, p.nested = nested, p.bias = bias;
     p.dtype = half ? DType::kFloat16 : DType::kBFloat16;
     p.quant_type = quant_type;
+    const auto alignment = [](int bytes) { return bytes ? bytes & -bytes : 256; };
+    p.packed_alignment = alignment(packed_shift);
+    p.x_alignment = alignment(2 * x_shift);
     return p;
   }
 };
@@ -42,19 +47,29 @@ inline float from_16(uint16_t bits, bool half) {
 
 // Everything a launch reads.
 struct SimtOperands {
-  std::vector<uint8_t> packed, codes;
+  std::vector<uint8_t> memory, codes;
+  std::span<uint8_t> packed;
   std::vector<float> scales, code_values, offset;
-  std::vector<uint16_t> x, bias;
+  std::vector<uint16_t> x_memory, bias;
+  std::span<uint16_t> x;
   std::vector<float> dense;  // [n][k], the weights as dequantize_4bit gives them
   Nf4Weight weight;
 };
+
+// `count` values, `shift` of them past a 256-byte boundary.
+template <typename V>
+std::span<V> shifted(std::vector<V>& memory, int64_t count, int shift) {
+  memory.assign(count + shift + 256 / sizeof(V), V{});
+  const auto aligned = (reinterpret_cast<uintptr_t>(memory.data()) + 255) / 256 * 256;
+  return {reinterpret_cast<V*>(aligned) + shift, static_cast<size_t>(count)};
+}
 
 inline SimtOperands make_operands(const SimtCase& c) {
   std::mt19937_64 random(c.m * 1000003 + c.n * 1009 + c.k);
   std::normal_distribution<float> normal;
   SimtOperands o;
   const int64_t blocks = num_blocks(c.n * c.k, c.block_size);
-  o.packed.resize(packed_bytes(c.n * c.k));
+  o.packed = shifted(o.memory, packed_bytes(c.n * c.k), c.packed_shift);
   for (auto& byte : o.packed) byte = static_cast<uint8_t>(random());
   if (c.nested) {
     o.codes.resize(blocks);
@@ -69,7 +84,7 @@ inline SimtOperands make_operands(const SimtCase& c) {
   Scales& s = o.weight.scales;
   (c.nested ? s.nested_absmax : s.absmax) = o.scales.data();
   if (c.nested) s.absmax_codes = o.codes.data(), s.nested_code = o.code_values.data(), s.offset = o.offset.data();
-  o.x.resize(c.m * c.reduction());
+  o.x = shifted(o.x_memory, c.m * c.reduction(), c.x_shift);
   for (auto& v : o.x) v = to_16(normal(random), c.half);
   if (c.bias) o.bias.resize(c.n);
   for (auto& v : o.bias) v = to_16(normal(random), c.half);

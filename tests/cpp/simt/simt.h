@@ -88,6 +88,12 @@ inline float __uint_as_float(uint32_t bits) {
   std::memcpy(&value, &bits, 4);
   return value;
 }
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, int shift) {
+  return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> (shift & 31));
+}
+inline uint32_t __funnelshift_rc(uint32_t low, uint32_t high, int shift) {
+  return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> (shift < 32 ? shift : 32));
+}
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
