@@ -176,6 +176,11 @@ LinearPlan plan_hopper_as(const LinearProblem& p, const DeviceModel& device, con
   if (p.m > hopper_tokens_per_launch(p, plan)) schedule = HopperSchedule::kWhole;  // partial sums belong to one launch
   plan.split = schedule == HopperSchedule::kSplitTail ? pieces_of_tail(tiles, clusters, units) : 1;
   if (tail_tiles(tiles, clusters) == 0 || (schedule == HopperSchedule::kSplitTail && plan.split < 2)) schedule = HopperSchedule::kWhole;
+  if (schedule == HopperSchedule::kStreamK) {
+    // Every cluster needs a part of the range: an owner waits for each cluster up to the end of its tile, also for one that had no work.
+    plan.grid = static_cast<int>(2 * std::min<int64_t>(clusters, tiles * units));
+    if (plan.grid <= 2 * tiles && tiles < clusters) schedule = HopperSchedule::kWhole;
+  }
   plan.variant = hopper_variant(choice.tile, schedule, choice.scales);
   if (schedule == HopperSchedule::kWhole) {
     plan.split = 1;

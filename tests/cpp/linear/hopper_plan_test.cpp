@@ -97,6 +97,34 @@ TEST(HopperWork, StreamKOwnersWaitOnlyForFirstSegmentsOfLaterClusters) {
   EXPECT_GT(owners, 50);
 }
 
+// Clusters of a stream-K range without a step: whoever waits for one waits for ever.
+int idle_clusters(const Work& w) {
+  int idle = 0;
+  for (int c = 0; w.stream_tiles > 0 && c < w.clusters; c++) idle += stream_begin(w, c) == stream_begin(w, c + 1);
+  return idle;
+}
+
+TEST(HopperWork, EveryClusterOfAStreamKRangeHasAStep) {
+  int streams = 0;
+  for (const int64_t m : {1, 16, 64, 100, 256, 1000}) {
+    for (const auto& [n, k] : {std::pair{1000, 576}, {8, 64}, {136, 128}, {512, 512}, {576, 1536}, {4096, 4096}}) {
+      for (const HopperTile tile : {HopperTile::kTokens256, HopperTile::kTokens128, HopperTile::kTokens64}) {
+        const LinearProblem p = problem(m, n, k);
+        const LinearPlan plan = plan_hopper_as(p, kH200, {tile, HopperSchedule::kStreamK, HopperScales::kExpanded, 4});
+        const Work w = work_of(p, plan);
+        streams += w.stream_tiles > 0;
+        EXPECT_EQ(idle_clusters(w), 0) << m << " " << n << " " << k << ": " << to_string(plan);
+      }
+    }
+  }
+  EXPECT_GT(streams, 10);
+  Work w = work_of(problem(64, 1000, 576), plan_hopper_as(problem(64, 1000, 576), kH200,
+                                                          {HopperTile::kTokens64, HopperSchedule::kStreamK, HopperScales::kExpanded, 4}));
+  ASSERT_GT(w.stream_tiles, 0);
+  w.clusters = 66;  // more clusters than steps to share
+  EXPECT_GT(idle_clusters(w), 0);
+}
+
 struct Refusal {
   const char* title;
   std::function<void(LinearProblem&, DeviceModel&)> change;
