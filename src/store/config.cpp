@@ -4,6 +4,7 @@
 #include <array>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "core/posix.h"
 #include "nybble/error.h"
@@ -30,20 +31,29 @@ T most_common(const std::vector<FilePlan>& files, T WeightPlan::*member, T other
   return largest == counts.end() ? otherwise : largest->first;
 }
 
-// The head is listed even when it is tied and so in no file.
-std::vector<std::string> dense_modules(const std::vector<FilePlan>& files) {
-  std::vector<std::string> modules;
-  bool head_is_quantized = false;
-  for (const auto& file : files) {
-    for (const auto& weight : file.weights) head_is_quantized |= module_of(weight.name) == "lm_head";
-    for (const auto& copy : file.dense) {
-      if (copy.tensor->shape.size() == 2 && copy.tensor->name.ends_with(".weight")) modules.emplace_back(module_of(copy.tensor->name));
+// The head is listed even when it is tied and so in no file. What a 4-bit source listed stays listed.
+std::vector<std::string> dense_modules(const std::vector<FilePlan>& files, const Json& earlier) {
+  std::set<std::string> modules = {"lm_head"};
+  const auto listed = earlier.find("llm_int8_skip_modules");
+  if (listed != earlier.end() && listed->is_array()) {
+    for (const auto& module : *listed) {
+      if (module.is_string()) modules.insert(module.get<std::string>());
     }
   }
-  if (!head_is_quantized && std::find(modules.begin(), modules.end(), "lm_head") == modules.end()) modules.push_back("lm_head");
-  std::sort(modules.begin(), modules.end(), natural_less);
-  return modules;
+  for (const auto& file : files) {
+    for (const auto& copy : file.dense) {
+      if (copy.tensor->shape.size() == 2 && copy.tensor->name.ends_with(".weight")) modules.emplace(module_of(copy.tensor->name));
+    }
+  }
+  for (const auto& file : files) {
+    for (const auto& weight : file.weights) modules.erase(std::string(module_of(weight.name)));
+  }
+  std::vector<std::string> sorted(modules.begin(), modules.end());
+  std::sort(sorted.begin(), sorted.end(), natural_less);
+  return sorted;
 }
+
+bool is_four_bit_config(const Json& entry) { return entry.is_object() && entry.value("quant_method", Json()) == "bitsandbytes"; }
 
 }  // namespace
 
@@ -62,7 +72,7 @@ std::string read_source_config(const fs::path& source_folder) {
          " keep linear weights as [in, out], expected [out, in]; ",
          "load the model with BitsAndBytesConfig and save it with save_pretrained instead");
   }
-  if (config.contains("quantization_config") && config["quantization_config"].value("quant_method", "") != "bitsandbytes") {
+  if (config.contains("quantization_config") && !is_four_bit_config(config["quantization_config"])) {
     fail(ErrorKind::kUnsupported, path.string(), ": the checkpoint is quantised already, ",
          config["quantization_config"].dump().substr(0, 200), "; expected dense weights or bitsandbytes 4-bit ones");
   }
@@ -71,14 +81,16 @@ std::string read_source_config(const fs::path& source_folder) {
 
 std::string store_config(const std::string& config_text, const std::vector<FilePlan>& files) {
   Json config = Json::parse(config_text);
+  const Json earlier = config.value("quantization_config", Json::object());
+  const char* dtype = name(most_common(files, &WeightPlan::dtype, DType::kBFloat16));
   config["quantization_config"] = {
-      {"bnb_4bit_compute_dtype", name(most_common(files, &WeightPlan::dtype, DType::kBFloat16))},
+      {"bnb_4bit_compute_dtype", earlier.value("bnb_4bit_compute_dtype", Json(dtype))},
       {"bnb_4bit_quant_storage", "uint8"},
       {"bnb_4bit_quant_type", name(most_common(files, &WeightPlan::quant_type, QuantType::kNf4))},
       {"bnb_4bit_use_double_quant", most_common(files, &WeightPlan::nested, true)},
       {"llm_int8_enable_fp32_cpu_offload", false},
       {"llm_int8_has_fp16_weight", false},
-      {"llm_int8_skip_modules", dense_modules(files)},
+      {"llm_int8_skip_modules", dense_modules(files, earlier)},
       {"llm_int8_threshold", 6.0},
       {"load_in_4bit", true},
       {"load_in_8bit", false},

@@ -73,7 +73,7 @@ class FieldReader {
   }
   int64_t integer(const char* field) {
     const Json* value = get(field);
-    return value != nullptr && value->is_number_integer() && *value <= INT64_MAX ? value->get<int64_t>() : -1;
+    return value != nullptr && value->is_number_unsigned() && value->get<uint64_t>() <= INT64_MAX ? value->get<int64_t>() : -1;
   }
 
  private:
@@ -91,7 +91,8 @@ void read_shape(FieldReader& reader, QuantStateFields& fields) {
   int64_t elements = 1;
   for (size_t i = 0; good && i < shape->size(); i++) {
     const Json& size = (*shape)[i];
-    good = size.is_number_unsigned() && size <= INT64_MAX && !__builtin_mul_overflow(elements, size.get<int64_t>(), &elements);
+    good =
+        size.is_number_unsigned() && size.get<uint64_t>() <= INT64_MAX && !__builtin_mul_overflow(elements, size.get<int64_t>(), &elements);
     if (good) sizes.push_back(size.get<int64_t>());
   }
   if (good) {

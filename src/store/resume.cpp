@@ -6,7 +6,6 @@
 
 #include "core/posix.h"
 #include "nybble/error.h"
-#include "store/names.h"
 
 namespace nybble {
 namespace {
@@ -98,7 +97,8 @@ std::optional<std::string> incomplete_note(const fs::path& given) {
   const fs::path destination = given.has_filename() ? given : given.parent_path();
   const bool is_partial = destination.extension() == ".partial" && fs::is_directory(destination);
   const fs::path partial = is_partial ? destination : partial_folder(destination);
-  if (!fs::is_directory(partial) || (!is_partial && fs::exists(destination / kIndexFileName))) return std::nullopt;
+  const bool taken = !is_partial && fs::exists(destination) && !(fs::is_directory(destination) && fs::is_empty(destination));
+  if (taken || !fs::is_directory(partial)) return std::nullopt;
   const auto resume = read_resume(partial);
   std::string target = partial.string();
   target.resize(target.size() - std::string_view(".partial").size());

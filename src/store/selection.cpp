@@ -98,6 +98,8 @@ std::vector<FilePlan> plan_files(const Checkpoint& source, const std::vector<Qua
                                  const QuantizeOptions& options) {
   check_patterns(source, options.include, "--include");
   check_patterns(source, options.exclude, "--exclude");
+  // Whoever quantised a source chose what to leave: only --include takes more.
+  const bool relayout = !prequantized.empty() && options.include.empty();
   std::map<std::string, FilePlan, NaturalOrder> by_layer;
   std::set<std::string> four_bit;
   for (const auto& tensor : prequantized) {
@@ -107,7 +109,7 @@ std::vector<FilePlan> plan_files(const Checkpoint& source, const std::vector<Qua
   for (const TensorView* tensor : source.tensors()) {
     if (four_bit.contains(quantized_weight_of(tensor->name).value_or(tensor->name)) || is_padding(tensor->name)) continue;
     FilePlan& file = by_layer[std::string(layer_of(tensor->name))];
-    if (is_chosen(*tensor, options)) {
+    if (!relayout && is_chosen(*tensor, options)) {
       file.weights.push_back(plan_weight(*tensor, options));
     } else {
       file.dense.push_back({tensor, 0});
@@ -124,10 +126,8 @@ std::vector<FilePlan> plan_files(const Checkpoint& source, const std::vector<Qua
     std::snprintf(name, sizeof(name), "model-%05zu-of-%05zu.safetensors", i + 1, files.size());
     files[i].file_name = name;
     files[i].metadata = {{"format", "pt"}, {kStoreMetadataKey, kStoreVersion}};
-    for (const auto& copy : files[i].dense) {
-      for (const auto& [other, stored] : source.aliases()) {
-        if (stored == copy.tensor->name) files[i].metadata[other] = stored;
-      }
+    for (const auto& [other, stored] : source.aliases()) {
+      if (layer_of(stored) == files[i].layer) files[i].metadata[other] = stored;
     }
     lay_out(files[i]);
   }

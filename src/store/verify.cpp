@@ -9,6 +9,7 @@
 #include "nybble/store.h"
 #include "store/layout.h"
 #include "store/names.h"
+#include "store/quant_state.h"
 #include "store/quantized_keys.h"
 
 namespace nybble {
@@ -127,19 +128,17 @@ class Verifier {
     if (weights.empty()) return;
     const auto same_type = [&](const auto& weight) { return weight.quant_type == weights[0].quant_type; };
     if (std::all_of(weights.begin(), weights.end(), same_type)) expect("bnb_4bit_quant_type", name(weights[0].quant_type));
-    if (is_store(checkpoint)) check_skip_modules(checkpoint, weights, subject, *entry);
+    if (is_store(checkpoint)) check_skip_modules(checkpoint, subject, *entry);
   }
 
   // transformers makes every linear layer 4-bit unless the configuration lists it.
-  void check_skip_modules(const Checkpoint& checkpoint, const std::vector<QuantizedTensor>& weights, const std::string& subject,
-                          const nlohmann::json& entry) {
-    std::set<std::string> quantized, skipped;
-    for (const auto& weight : weights) quantized.insert(weight.name);
+  void check_skip_modules(const Checkpoint& checkpoint, const std::string& subject, const nlohmann::json& entry) {
+    std::set<std::string> skipped;
     for (const auto& module : entry.value("llm_int8_skip_modules", nlohmann::json::array())) {
       if (module.is_string()) skipped.insert(module.get<std::string>());
     }
     for (const TensorView* tensor : checkpoint.tensors()) {
-      if (tensor->shape.size() != 2 || !tensor->name.ends_with(".weight") || quantized.contains(tensor->name)) continue;
+      if (tensor->shape.size() != 2 || !tensor->name.ends_with(".weight") || !dtype_from_safetensors(tensor->dtype)) continue;
       const std::string module(module_of(tensor->name));
       if (!skipped.contains(module))
         note(subject, "the dense matrix " + module + " is not in llm_int8_skip_modules", "its name there", kRequantize);
