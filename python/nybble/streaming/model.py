@@ -209,8 +209,9 @@ def stream(
     _require_4bit_adapters(base)
     keep = _policies(activations, len(base.base_model.layers))
     streamed = Streamed(model, checkpoint, window, _device_of(model, device), ring_options)
+    names = {weight.name for row in streamed.weights for weight in row}
+    skeleton.fill_resident(base, checkpoint, streamed.device, names)
     streamed.bind(keep, config.bnb_4bit_compute_dtype)
-    skeleton.fill_resident(base, checkpoint, streamed.device)
     _set_flags(base, config, streamed.device)
     base._nybble_streamed = streamed
     _live.add(streamed)

@@ -38,13 +38,14 @@ def store_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def fill_resident(model: torch.nn.Module, store: CheckpointStore, device: torch.device) -> None:
-    """Gives every parameter that is still on meta its tensor from the store, in the store's dtype, rebuilds the rotary
-    tables, ties the head. Call it once the streamed weights are bound. ValueError names what is left on meta.
+def fill_resident(model: torch.nn.Module, store: CheckpointStore, device: torch.device, streamed: set[str]) -> None:
+    """Gives every parameter that is on meta its tensor from the store, in the store's dtype, rebuilds the rotary
+    tables, ties the head. streamed: modules whose weight comes through slots, left alone. ValueError names what the
+    store lacks or what is left on meta; the model then has no streamed layer yet.
     """
     model.tie_weights()
     for name, parameter in list(model.named_parameters()):
-        if not parameter.is_meta:
+        if not parameter.is_meta or store_name(name).removesuffix(".weight") in streamed:
             continue
         if "lora_" in name or store_name(name) not in store:
             raise ValueError(
@@ -61,7 +62,9 @@ def fill_resident(model: torch.nn.Module, store: CheckpointStore, device: torch.
         model.get_submodule(owner)._parameters[leaf] = value
     _rebuild_rotary(model, device)
     model.tie_weights()
-    left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    named = [*model.named_parameters(), *model.named_buffers()]
+    left = [name for name, tensor in named if tensor.is_meta]
+    left = [name for name in left if store_name(name).removesuffix(".weight") not in streamed]
     if left:
         raise ValueError(f"{len(left)} tensors have no value after loading, expected none: {', '.join(left[:5])}")
 

@@ -176,6 +176,28 @@ def test_a_model_that_is_gone_gives_its_slots_back(stores):
     assert ring() is None
 
 
+def test_a_dense_model_and_a_config_stream_as_the_store_itself(stores):
+    dense = transformers.AutoModelForCausalLM.from_pretrained(str(pathlib.Path(stores()).parent / "dense"))
+    config = transformers.AutoConfig.from_pretrained(stores())
+    expected = step(checkpointed(with_adapters(resident_model(stores()))))
+    for start in (dense, config):
+        model = nybble.stream(start, stores(), **LATE)
+        assert_equal(step(checkpointed(with_adapters(model))), expected, at_least=4 * LAYERS)
+    assert nybble.memory_stats(dense)["visits"] == 2 * LAYERS
+
+
+def test_a_store_that_lacks_a_tensor_leaves_the_model_unstreamed(stores, tmp_path):
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(stores()))
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is on meta and not in the store"):
+        nybble.stream(model, damaged(stores(), tmp_path / "store", FAULTS["no norm"][0]))
+    assert type(model.model.layers[0]) is transformers.models.llama.modeling_llama.LlamaDecoderLayer
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    expected = step(checkpointed(with_adapters(resident_model(stores()))))
+    found = step(checkpointed(with_adapters(nybble.stream(model.eval(), stores(), **LATE))))
+    assert_equal(found, expected, at_least=4 * LAYERS)
+
+
 def test_float_adapters_and_other_architectures_are_refused(stores, tmp_path):
     dense = transformers.AutoModelForCausalLM.from_pretrained(str(pathlib.Path(stores()).parent / "dense"))
     wrapped = peft.get_peft_model(dense, peft.LoraConfig(target_modules=["q_proj"]))

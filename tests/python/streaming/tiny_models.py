@@ -27,8 +27,14 @@ class ResidentLinear4bit(bnb.nn.Linear4bit):
         return nybble.linear(x.to(self.compute_dtype), self.weight, self.weight.quant_state, bias).to(x.dtype)
 
 
+# Some of the ways in which checkpoints differ. Default: float32, nested scales.
+BFLOAT16 = ("mistral",)
+PLAIN_SCALES = ("qwen2",)
+
+
 def write_store(folder, family: str) -> str:
-    """A prequantised checkpoint with nested NF4 scales, head untied for Llama and tied for the others."""
+    """A prequantised checkpoint in NF4, its head untied for Llama and tied for the others."""
+    dtype = torch.bfloat16 if family in BFLOAT16 else torch.float32
     config_class, model_class = FAMILIES[family]
     torch.manual_seed(7)
     config = config_class(
@@ -49,14 +55,14 @@ def write_store(folder, family: str) -> str:
     with torch.no_grad():
         for parameter in model.parameters():  # larger than the usual start values, biases and norms too
             parameter.add_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(folder / "dense")
+    model.to(dtype).save_pretrained(folder / "dense")
     quantization = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_use_double_quant=family not in PLAIN_SCALES,
+        bnb_4bit_compute_dtype=dtype,
     )
-    quantised = model_class.from_pretrained(folder / "dense", quantization_config=quantization, dtype=torch.float32)
+    quantised = model_class.from_pretrained(folder / "dense", quantization_config=quantization, dtype=dtype)
     quantised.save_pretrained(folder / "store")
     return str(folder / "store")
 
