@@ -20,7 +20,13 @@ def _matrix_shape(weight: WeightArgs) -> tuple[int, int]:
     return weight.shape
 
 
-def _run(x, tensors, bias, uid, spec, guard):
+def multiply(x, tensors, bias, uid, spec, guard):
+    """The multiply behind every front, eager or compiled, for callers that have its arguments at hand.
+
+    tensors: packed, absmax, code, nested_absmax, nested_code, offset. spec: n, k, block size, quant type, state
+    dtype, nested dtype, mode and batch_invariant, as the codes of quant_state.py. bias, uid (a tensor), guard (a
+    callable): or None.
+    """
     if torch.compiler.is_compiling():
         if guard is not None:
             raise TypeError(
@@ -56,7 +62,6 @@ def linear(
     """
     args = weight_args(weight, quant_state)
     n, k = _matrix_shape(args)
-    uid = getattr(weight, "nybble_uid", None)
     spec = (
         n,
         k,
@@ -67,7 +72,7 @@ def linear(
         mode_code(mode),
         batch_invariant,
     )
-    return _run(x, args.tensors, bias, uid, spec, None)
+    return multiply(x, args.tensors, bias, None, spec, None)
 
 
 def nf4_linear(
@@ -108,7 +113,7 @@ def nf4_linear(
         raise TypeError(f"guard is a {type(guard).__name__}, expected a uid tensor, a callable taking packed, or None")
     state_code = dtype_code(state_dtype or x.dtype, "state_dtype" if state_dtype else "x.dtype")
     spec = (n, k, blocksize, quant_type_code(quant_type), state_code, 0, mode_code(mode), batch_invariant)
-    return _run(x, tensors, bias, uid, spec, check)
+    return multiply(x, tensors, bias, uid, spec, check)
 
 
 def matmul_4bit(

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import StaleWeightError
-from ..linear import _run as multiply
+from ..linear import multiply
 
 _REMEDY = "call nybble.unstream(model) first: it puts every weight back on the device"
 
