@@ -17,8 +17,8 @@ const DeviceModel& cuda_device_model(int ordinal);  // read once, thread safe; t
 // plan: there the caller dequantises and multiplies with its own dense matmul.
 void linear_cuda(const LinearPlan& plan, const LinearProblem& problem, const LinearArgs& args, CudaStream stream);
 
-// out[0 .. count) = weights [first, first + count) of the flattened weight in dtype (the whole weight: 0, n * k). Any first, any block size,
-// any address, nested or plain. Twin of dequantize_4bit() of format.h, so that callers can work in panels.
+// out[0 .. count) = weights [first, first + count) of the flattened weight in dtype (the whole weight: 0, n * k). Any first, any block
+// size, any address, nested or plain. Twin of dequantize_4bit() of format.h, so that callers can work in panels.
 void dequantize_4bit_cuda(const Nf4Weight& weight, DType dtype, int64_t first, int64_t count, void* out, CudaStream stream);
 // True while the stream records into a CUDA graph, whose replays skip host checks.
 bool cuda_stream_is_capturing(CudaStream stream);

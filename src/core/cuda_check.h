@@ -17,8 +17,6 @@ inline void check(cudaError_t status, const std::source_location& where = std::s
 }
 
 // After <<<>>>: a refused launch becomes an error where it was made.
-inline void check_launch(const std::source_location& where = std::source_location::current()) {
-  check(cudaGetLastError(), where);
-}
+inline void check_launch(const std::source_location& where = std::source_location::current()) { check(cudaGetLastError(), where); }
 
 }  // namespace nybble
