@@ -29,12 +29,13 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
 #define NYBBLE_NAMES_32 NYBBLE_NAMES_10() NYBBLE_NAMES_10(1) NYBBLE_NAMES_10(2) "%30,%31"
 #define NYBBLE_NAMES_64 \
   NYBBLE_NAMES_10() NYBBLE_NAMES_10(1) NYBBLE_NAMES_10(2) NYBBLE_NAMES_10(3) NYBBLE_NAMES_10(4) NYBBLE_NAMES_10(5) "%60,%61,%62,%63"
-#define NYBBLE_NAMES_128                                                                                                               \
-  NYBBLE_NAMES_10()                                                                                                                    \
-  NYBBLE_NAMES_10(1)                                                                                                                   \
-  NYBBLE_NAMES_10(2)                                                                                                                   \
-  NYBBLE_NAMES_10(3) NYBBLE_NAMES_10(4) NYBBLE_NAMES_10(5) NYBBLE_NAMES_10(6) NYBBLE_NAMES_10(7) NYBBLE_NAMES_10(8) NYBBLE_NAMES_10(9) \
-      NYBBLE_NAMES_10(10) NYBBLE_NAMES_10(11) "%120,%121,%122,%123,%124,%125,%126,%127"
+// A continued macro of macros does not come to rest under clang-format 14.
+// clang-format off
+#define NYBBLE_NAMES_128 \
+  NYBBLE_NAMES_10() NYBBLE_NAMES_10(1) NYBBLE_NAMES_10(2) NYBBLE_NAMES_10(3) NYBBLE_NAMES_10(4) NYBBLE_NAMES_10(5) \
+  NYBBLE_NAMES_10(6) NYBBLE_NAMES_10(7) NYBBLE_NAMES_10(8) NYBBLE_NAMES_10(9) NYBBLE_NAMES_10(10) NYBBLE_NAMES_10(11) \
+  "%120,%121,%122,%123,%124,%125,%126,%127"
+// clang-format on
 
 // names: the accumulators; a, b, keep, trans: the names of the operands behind them. keep = 0 overwrites D.
 #define NYBBLE_WGMMA(shape, type, names, a, b, keep, trans, ...)                                                                     \
