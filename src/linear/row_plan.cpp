@@ -19,6 +19,15 @@ struct Cut {
   int64_t split, slices, rows, ranges;
 };
 
+// Rows of W for a CTA, so that `pieces` CTAs a range of rows fill the SMs once, or as few whole times as most_rows allows.
+int64_t rows_of_cta(int64_t n, int64_t most_rows, int64_t sms, int64_t pieces) {
+  int64_t rows = 0;
+  for (int64_t waves = 1;; waves++) {
+    rows = ceil_div(ceil_div(n, std::max<int64_t>(1, waves * sms / pieces)), row::kRows) * row::kRows;
+    if (rows <= most_rows || rows <= row::kRows) return rows;
+  }
+}
+
 // Chunks of k so that x fits into shared memory; ranges of n so that every SM has one CTA.
 Cut cut_forward(int tokens, int64_t n, int64_t k, int64_t sms) {
   const int64_t budget = row::kSharedLimit - row::kFixedBytes;
@@ -29,8 +38,7 @@ Cut cut_forward(int tokens, int64_t n, int64_t k, int64_t sms) {
   cut.slices = ceil_div(all_slices, cut.split);
   cut.split = ceil_div(all_slices, cut.slices);
   const int64_t most_rows = (budget - row::forward_bytes(tokens, cut.slices, 0)) / (int64_t{4} * tokens * cut.slices);
-  const int64_t wanted = ceil_div(n, std::max<int64_t>(1, sms / cut.split));
-  cut.rows = std::max<int64_t>(row::kRows, std::min(ceil_div(wanted, row::kRows), most_rows / row::kRows) * row::kRows);
+  cut.rows = rows_of_cta(n, most_rows, sms, cut.split);
   cut.ranges = ceil_div(n, cut.rows);
   return cut;
 }
@@ -38,9 +46,8 @@ Cut cut_forward(int tokens, int64_t n, int64_t k, int64_t sms) {
 Cut cut_grad(int tokens, int64_t n, int64_t k, int64_t sms) {
   Cut cut;
   cut.slices = ceil_div(k, int64_t{32} * row::grad_codes(tokens));
-  const int64_t wanted = ceil_div(n, std::max<int64_t>(1, sms / cut.slices));
   const int64_t most_rows = (row::kSharedLimit - row::kFixedBytes) / row::grad_bytes(tokens, 1);
-  cut.rows = std::min(ceil_div(wanted, row::kRows), most_rows / row::kRows) * row::kRows;
+  cut.rows = rows_of_cta(n, most_rows, sms, cut.slices);
   cut.ranges = ceil_div(n, cut.rows);
   cut.split = cut.ranges;
   return cut;
