@@ -128,6 +128,9 @@ TEST(Plan, WorkspaceAndGridStayInBounds) {
           const LinearPlan plan = plan_linear(problem(m, n, k, direction), device);
           EXPECT_LE(plan.workspace_bytes, (int64_t{32} << 20) + n * k * 2 / 32) << m << " " << n << " " << k << ": " << to_string(plan);
           if (plan.path != LinearPath::kDequant) EXPECT_GE(plan.grid, 1) << to_string(plan);
+          if (plan.path != LinearPath::kPortable || plan.split_tiles == 0) continue;
+          const int64_t stages = ((direction == Direction::kForward ? k : n) + 63) / 64;
+          EXPECT_GE(plan.split_tiles * stages, plan.grid) << "a CTA without a stage would be waited for: " << to_string(plan);
         }
       }
     }
