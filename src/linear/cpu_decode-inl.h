@@ -69,8 +69,9 @@ constexpr int64_t decoded_place(int64_t p) {
   return k256 ? vector * 8 + group * 4 + lane : group * kGroup + vector * 4 + lane;
 }
 
-// One vector of codes to 8 vectors of weights, in the cheapest order. Tables a and b: of the first and the second group in the vector.
-template <DType DTYPE>
+// One vector of codes to 8 vectors of weights, in the cheapest order. Tables a and b: of the first and the second group in the vector; ONE:
+// they are the same.
+template <DType DTYPE, bool ONE>
 HWY_INLINE void decode_places(const uint8_t* HWY_RESTRICT codes, const uint8_t* HWY_RESTRICT a, const uint8_t* HWY_RESTRICT b,
                               VFloats (&out)[8]) {
   constexpr int kCount = kPlanes<DTYPE>;
@@ -80,11 +81,11 @@ HWY_INLINE void decode_places(const uint8_t* HWY_RESTRICT codes, const uint8_t* 
   VBytes planes[kCount];
   NYBBLE_UNROLL
   for (int p = 0; p < kCount; p++) {
-    if constexpr (k256) {
+    if constexpr (k256 && !ONE) {
       const hn::Half<Bytes> dh;
       planes[p] = hn::Combine(d8, hn::LoadU(dh, b + 16 * p), hn::LoadU(dh, a + 16 * p));
     } else {
-      planes[p] = hn::LoadU(d8, a + 16 * p);
+      planes[p] = hn::LoadDup128(d8, a + 16 * p);
     }
   }
   const VBytes pairs = hn::LoadU(d8, codes);

@@ -10,10 +10,12 @@ namespace nybble::cpu {
 // added in ascending order; then the bias; then one rounding to the output's dtype. CPUs without FMA round the products too.
 constexpr int64_t kChain = 256;
 
-// The order of one row, forward only: 64 sums, one for each place in runs of 64 consecutive products, ascending, one fused multiply-add
-// each; then a fixed tree over the places. Another order than the panels', so a row computed alone may differ in its last bits from the
-// same row among others: linear_cpu takes the panels when batch_invariant is set. The gradient of one row takes the panel order.
-void multiply_row(const LinearProblem& problem, const LinearArgs& args);
+// The order of few rows, forward only: 32 sums, each over the products whose places in runs of 64 agree in bits 0 to 3 and 5, ascending,
+// one fused multiply-add each; then a fixed tree. Another order than the panels', so a row computed among few may differ in its last bits
+// from the same row among many: linear_cpu takes the panels when batch_invariant is set.
+constexpr int64_t kFewRows = 4;
+// At most kFewRows rows of y, or one row of grad_x, the latter in the panel order.
+void multiply_rows(const LinearProblem& problem, const LinearArgs& args);
 // Any number of rows.
 void multiply_panels(const LinearProblem& problem, const LinearArgs& args);
 

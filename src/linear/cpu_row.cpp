@@ -1,5 +1,5 @@
-// The CPU multiply for one row: the weights are used in registers as they are decoded, nothing is written back. Bound by the decode, about
-// 0.4 cycles a weight, and by reading W.
+// The CPU multiply for few rows (grad_x: one): W is read once, in the order in which it lies in memory, and a single row uses the weights
+// in registers as they are decoded.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "linear/cpu_row.cpp"
 #include <hwy/foreach_target.h>
@@ -31,33 +31,44 @@ namespace nybble::cpu::HWY_NAMESPACE {
 #if HWY_TARGET != HWY_SCALAR
 namespace {
 
-// `count` values as fp32 in decoded order, zeros up to a whole run.
+// Appends `count` values as fp32 in decoded order, zeros up to a whole run.
 template <DType DTYPE>
-std::vector<float> load_decoded_order(const void* in, int64_t count) {
+void append_decoded_order(const void* in, int64_t first, int64_t count, std::vector<float>& out) {
   std::vector<float> plain(static_cast<size_t>((count + kRun - 1) / kRun * kRun));
-  load_row<DTYPE>(in, 0, count, plain.data());
-  std::vector<float> result(plain.size());
-  for (size_t i = 0; i < plain.size(); i++) result[i / kRun * kRun + decoded_place(i % kRun)] = plain[i];
-  return result;
+  load_row<DTYPE>(in, first, count, plain.data());
+  const size_t base = out.size();
+  out.resize(base + plain.size());
+  for (size_t i = 0; i < plain.size(); i++) out[base + i / kRun * kRun + decoded_place(i % kRun)] = plain[i];
 }
 
-// Calls use(run, step, v) for the runs of weights [first, first + count): v holds a vector's worth of each of its places, zeros past the
-// end.
-template <DType DTYPE, class Use>
-HWY_INLINE void for_each_run(const Source& source, int64_t first, int64_t count, Tables<DTYPE, kRowSegment>& tables, Use&& use) {
-  tables.build(source, first, count);
+// Calls use(run, step, v) for the runs of weights [first, first + count), which start on a group: v holds a vector's worth of each of its
+// places.
+template <DType DTYPE, bool ONE, class Use>
+HWY_INLINE void for_whole_runs(const Source& source, int64_t first, int64_t runs, const Tables<DTYPE, kRowSegment>& tables, Use&& use) {
   VFloats v[8];
-  const int64_t whole = first % kGroup == 0 ? count / kRun : 0;
-  for (int64_t run = 0; run < whole; run++) {
+  for (int64_t run = 0; run < runs; run++) {
     const int64_t i = first + run * kRun;
     const uint8_t* a = tables.of(i);
-    const uint8_t* b = tables.of(i + kGroup);
+    const uint8_t* b = ONE ? a : tables.of(i + kGroup);
     NYBBLE_UNROLL
     for (int step = 0; step < kSteps; step++) {
-      decode_places<DTYPE>(source.weight.packed + i / 2 + 16 * step, step == 0 ? a : b, b, v);
+      decode_places<DTYPE, ONE>(source.weight.packed + i / 2 + 16 * step, step == 0 ? a : b, b, v);
       use(run, step, v);
     }
   }
+}
+
+// The same for any first and count; zeros past the end.
+template <DType DTYPE, class Use>
+HWY_INLINE void for_each_run(const Source& source, int64_t first, int64_t count, Tables<DTYPE, kRowSegment>& tables, Use&& use) {
+  tables.build(source, first, count);
+  const int64_t whole = first % kGroup == 0 ? count / kRun : 0;
+  if (first % kRun == 0 && source.weight.block_size >= kRun) {
+    for_whole_runs<DTYPE, true>(source, first, whole, tables, use);
+  } else {
+    for_whole_runs<DTYPE, false>(source, first, whole, tables, use);
+  }
+  VFloats v[8];
   for (int64_t run = whole; run * kRun < count; run++) {  // rows that do not start on a group, and the last, partial run
     float weights[kRun] = {};
     alignas(64) float places[kRun];
@@ -72,58 +83,96 @@ HWY_INLINE void for_each_run(const Source& source, int64_t first, int64_t count,
   }
 }
 
-// The fixed tree over the 64 sums. Of a place's bits, it adds over 0 and 1 first, then 4, 5, and last 2 and 3.
-HWY_INLINE float add_places(const VFloats (&sums)[kSteps][8]) {
-  const Floats d;
-  alignas(64) float lanes[kSteps * kLanes];
-  NYBBLE_UNROLL
-  for (int s = 0; s < kSteps; s++) {
-    const VFloats lower = hn::Add(hn::Add(sums[s][0], sums[s][1]), hn::Add(sums[s][2], sums[s][3]));
-    const VFloats upper = hn::Add(hn::Add(sums[s][4], sums[s][5]), hn::Add(sums[s][6], sums[s][7]));
-    hn::Store(hn::Add(lower, upper), d, lanes + s * kLanes);
+// The 32 sums of a row's product with an output feature.
+class PlaceSums {
+ public:
+  PlaceSums() {
+    NYBBLE_UNROLL
+    for (int i = 0; i < kSteps * 4; i++) sums_[i] = hn::Zero(Floats());
   }
-  float total[4];
-  for (int l = 0; l < 4; l++) total[l] = lanes[l] + lanes[4 + l];
-  return (total[0] + total[1]) + (total[2] + total[3]);
-}
+  // at: the activation's run, in decoded order.
+  HWY_INLINE void add(int step, const VFloats (&v)[8], const float* HWY_RESTRICT at) {
+    const Floats d;
+    NYBBLE_UNROLL
+    for (int j = 0; j < 8; j++) {
+      VFloats& sum = sums_[4 * step + j % 4];
+      sum = hn::MulAdd(v[j], hn::LoadU(d, at + (8 * step + j) * kLanes), sum);
+    }
+  }
+  // The fixed tree: over bits 0 and 1 of the place, then 5, then 2 and 3.
+  HWY_INLINE float total() const {
+    const Floats d;
+    alignas(64) float lanes[kSteps * kLanes];
+    NYBBLE_UNROLL
+    for (int s = 0; s < kSteps; s++) {
+      const VFloats* sum = sums_ + 4 * s;
+      hn::Store(hn::Add(hn::Add(sum[0], sum[1]), hn::Add(sum[2], sum[3])), d, lanes + s * kLanes);
+    }
+    float total[4];
+    for (int l = 0; l < 4; l++) total[l] = lanes[l] + lanes[4 + l];
+    return (total[0] + total[1]) + (total[2] + total[3]);
+  }
 
+ private:
+  VFloats sums_[kSteps * 4];
+};
+
+// out[0 .. rows) = the products of feature n with x[rows][pitch]. One row uses the weights as they leave the decoder, more rows read them
+// back.
 template <DType DTYPE>
-float dot_row(const Source& source, int64_t row, const float* HWY_RESTRICT x, Tables<DTYPE, kRowSegment>& tables) {
+void dot_rows(const Source& source, int64_t n, const float* HWY_RESTRICT x, int64_t rows, int64_t pitch, Tables<DTYPE, kRowSegment>& tables,
+              float* HWY_RESTRICT out) {
   const Floats d;
   const int64_t k = source.weight.k;
-  VFloats sums[kSteps][8];
-  NYBBLE_UNROLL
-  for (int s = 0; s < kSteps; s++) {
-    NYBBLE_UNROLL
-    for (int j = 0; j < 8; j++) sums[s][j] = hn::Zero(d);
-  }
+  PlaceSums sums[kFewRows];
+  alignas(64) float w[kRowSegment];
   for (int64_t begin = 0; begin < k; begin += kRowSegment) {
-    for_each_run<DTYPE>(source, row * k + begin, std::min(kRowSegment, k - begin), tables,
-                        [&](int64_t run, int step, const VFloats(&v)[8]) HWY_ATTR {
-                          const float* at = x + begin + run * kRun + 8 * step * kLanes;
-                          NYBBLE_UNROLL
-                          for (int j = 0; j < 8; j++) {
-                            sums[step][j] = hn::MulAdd(v[j], hn::LoadU(d, at + j * kLanes), sums[step][j]);
-                          }
-                        });
+    const int64_t count = std::min(kRowSegment, k - begin);
+    if (rows == 1) {
+      PlaceSums sum = sums[0];
+      for_each_run<DTYPE>(source, n * k + begin, count, tables,
+                          [&](int64_t run, int step, const VFloats(&v)[8]) HWY_ATTR { sum.add(step, v, x + begin + run * kRun); });
+      sums[0] = sum;
+      continue;
+    }
+    for_each_run<DTYPE>(source, n * k + begin, count, tables, [&](int64_t run, int step, const VFloats(&v)[8]) HWY_ATTR {
+      NYBBLE_UNROLL
+      for (int j = 0; j < 8; j++) hn::Store(v[j], d, w + run * kRun + (8 * step + j) * kLanes);
+    });
+    for (int64_t m = 0; m < rows; m++) {
+      PlaceSums sum = sums[m];
+      for (int64_t i = 0; i < count; i += kRun) {
+        NYBBLE_UNROLL
+        for (int step = 0; step < kSteps; step++) {
+          VFloats v[8];
+          NYBBLE_UNROLL
+          for (int j = 0; j < 8; j++) v[j] = hn::Load(d, w + i + (8 * step + j) * kLanes);
+          sum.add(step, v, x + m * pitch + begin + i);
+        }
+      }
+      sums[m] = sum;
+    }
   }
-  return add_places(sums);
+  for (int64_t m = 0; m < rows; m++) out[m] = sums[m].total();
 }
 
 template <DType DTYPE>
 void forward(const LinearProblem& problem, const LinearArgs& args) {
   const Source source(args.weight);
-  const std::vector<float> x = load_decoded_order<DTYPE>(args.in, problem.k);
+  const int64_t pitch = (problem.k + kRun - 1) / kRun * kRun;
+  std::vector<float> x;
+  for (int64_t m = 0; m < problem.m; m++) append_decoded_order<DTYPE>(args.in, m * args.in_row_stride, problem.k, x);
   parallel_for(problem.n, kForwardGrain, [&](int64_t begin, int64_t end) {
     Tables<DTYPE, kRowSegment> tables;
-    float sums[kForwardGrain];
-    float bias[kForwardGrain];
-    for (int64_t n = begin; n < end; n++) sums[n - begin] = dot_row<DTYPE>(source, n, x.data(), tables);
-    if (problem.bias) {
-      load_row<DTYPE>(args.bias, begin, end - begin, bias);
-      for (int64_t i = 0; i < end - begin; i++) sums[i] += bias[i];
+    float sums[kForwardGrain][kFewRows];
+    float bias[kForwardGrain] = {};
+    float row[kForwardGrain];
+    for (int64_t n = begin; n < end; n++) dot_rows<DTYPE>(source, n, x.data(), problem.m, pitch, tables, sums[n - begin]);
+    if (problem.bias) load_row<DTYPE>(args.bias, begin, end - begin, bias);
+    for (int64_t m = 0; m < problem.m; m++) {
+      for (int64_t i = 0; i < end - begin; i++) row[i] = problem.bias ? sums[i][m] + bias[i] : sums[i][m];
+      store_row<DTYPE>(row, m * problem.n + begin, end - begin, args.out);
     }
-    store_row<DTYPE>(sums, begin, end - begin, args.out);
   });
 }
 
@@ -185,12 +234,12 @@ void with_dtype(DType dtype, Run&& run) {
   }
 }
 
-void run_row(const LinearProblem& problem, const LinearArgs& args) {
+void run_rows(const LinearProblem& problem, const LinearArgs& args) {
   with_dtype(problem.dtype,
              [&]<DType DTYPE>() { problem.direction == Direction::kForward ? forward<DTYPE>(problem, args) : grad<DTYPE>(problem, args); });
 }
 #else
-void run_row(const LinearProblem& problem, const LinearArgs& args) { plain_multiply(problem, args); }
+void run_rows(const LinearProblem& problem, const LinearArgs& args) { plain_multiply(problem, args); }
 #endif
 
 }  // namespace nybble::cpu::HWY_NAMESPACE
@@ -198,8 +247,8 @@ HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace nybble::cpu {
-HWY_EXPORT(run_row);
-void multiply_row(const LinearProblem& problem, const LinearArgs& args) { HWY_DYNAMIC_DISPATCH(run_row)(problem, args); }
+HWY_EXPORT(run_rows);
+void multiply_rows(const LinearProblem& problem, const LinearArgs& args) { HWY_DYNAMIC_DISPATCH(run_rows)(problem, args); }
 
 int64_t supported_targets() { return hwy::SupportedTargets() & (HWY_TARGETS); }
 void force_target(int64_t target) {
