@@ -83,7 +83,9 @@ struct LinearArgs {
   void* workspace = nullptr;  // plan.workspace_bytes, 256-byte aligned
 };
 
-// CPU, panel by panel: never more than 32 MiB of dense W per thread team. Accumulates in fp32.
+// On the CPU, panel by panel: never more than 32 MiB of dense W for all threads together. fp32 sums in a fixed order, the same on any
+// number of threads; grad_x, and forward with batch_invariant, also for any number of rows (else at most 4 rows are summed in a faster
+// order).
 void linear_cpu(const LinearProblem& problem, const LinearArgs& args);
 
 // Counts of launches per (path, direction) since start, kept beside the launch; thread safe.

@@ -58,8 +58,7 @@ void linear_cpu(const LinearProblem& problem, const LinearArgs& given) {
   if (args.in_row_stride == 0) args.in_row_stride = forward ? problem.k : problem.n;
   if (problem.m == 0 || (forward ? problem.n : problem.k) == 0) return;
   count_launch(LinearPath::kCpu, problem.direction);
-  const bool few = forward ? problem.m <= cpu::kFewRows && !problem.batch_invariant : problem.m == 1;
-  if (few) {
+  if (cpu::takes_few_rows(problem)) {
     cpu::multiply_rows(problem, args);
   } else {
     cpu::multiply_panels(problem, args);

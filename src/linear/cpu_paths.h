@@ -14,6 +14,10 @@ constexpr int64_t kChain = 256;
 // one fused multiply-add each; then a fixed tree. Another order than the panels', so a row computed among few may differ in its last bits
 // from the same row among many: linear_cpu takes the panels when batch_invariant is set.
 constexpr int64_t kFewRows = 4;
+inline bool takes_few_rows(const LinearProblem& problem) {
+  if (problem.direction == Direction::kGradInput) return problem.m == 1;
+  return problem.m <= kFewRows && !problem.batch_invariant;
+}
 // At most kFewRows rows of y, or one row of grad_x, the latter in the panel order.
 void multiply_rows(const LinearProblem& problem, const LinearArgs& args);
 // Any number of rows.

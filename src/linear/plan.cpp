@@ -3,6 +3,7 @@
 #include <iomanip>
 #include <sstream>
 
+#include "linear/cpu_paths.h"
 #include "linear/hopper.h"
 #include "linear/portable.h"
 #include "linear/row.h"
@@ -80,7 +81,8 @@ LinearPlan cpu_plan(const LinearProblem& problem) {
   if (problem.mode == LinearMode::kDequant) return dequant_plan("mode dequant");
   LinearPlan plan;
   plan.path = LinearPath::kCpu;
-  plan.batch_invariant = true;
+  plan.variant = cpu::takes_few_rows(problem) ? 1 : 0;  // cpu_paths.h
+  plan.batch_invariant = problem.batch_invariant || problem.direction == Direction::kGradInput;
   plan.measured = true;
   plan.reason = "CPU tensors";
   return plan;
