@@ -54,13 +54,13 @@ LinearData::LinearData(const LinearCase& c, uint64_t seed) : case_(c) {
     offset_ = blocks > 0 ? absmax_mean(absmax_.data(), blocks) : 0.0f;
     quantize_scales(absmax_.data(), blocks, offset_, nested_code_table().data(), absmax_codes_.data(), nested_absmax_.data());
   }
+  bias_.resize(c.n * size_of(c.dtype));
+  for (int64_t i = 0; i < c.n; i++) store(bias_, c.dtype, i, normal(random));
   const int64_t stride = reduction() + c.extra_stride;
   in_.resize((c.m > 0 ? (c.m - 1) * stride + reduction() : 0) * size_of(c.dtype), 0xFF);  // gaps between rows hold NaN
   for (int64_t row = 0; row < c.m; row++) {
     for (int64_t column = 0; column < reduction(); column++) set_input(row, column, normal(random));
   }
-  bias_.resize(c.n * size_of(c.dtype));
-  for (int64_t i = 0; i < c.n; i++) store(bias_, c.dtype, i, normal(random));
 }
 
 LinearProblem LinearData::problem() const {
@@ -133,6 +133,8 @@ void LinearData::swap_scales(int64_t a, int64_t b) {
   std::swap(absmax_[a], absmax_[b]);
   if (case_.nested) std::swap(absmax_codes_[a], absmax_codes_[b]);
 }
+
+void LinearData::set_scales(std::span<const float> scales) { absmax_.assign(scales.begin(), scales.end()); }
 
 Reference reference(const LinearData& data, DType dtype) {
   const Nf4Weight weight = data.weight();

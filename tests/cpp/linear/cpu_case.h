@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -44,6 +45,7 @@ class LinearData {
   float input(int64_t row, int64_t column) const;
   float bias(int64_t column) const;
   void swap_scales(int64_t a, int64_t b);
+  void set_scales(std::span<const float> scales);  // plain weights: all of them
 
  private:
   LinearCase case_;
