@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 
-from nybble.gate.aliasing.gate import AliasingGate
+from nybble.gate.aliasing.gate import AliasingGate, run_on_one_thread
 from nybble.gate.aliasing.sabotage import SABOTAGES
 from nybble.gate.aliasing.stacks import Sizes
 from nybble.gate.aliasing.table import render
 from nybble.gate.report import as_json
-from nybble.gate.runner import run_gate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         raise argparse.ArgumentError(None, str(error)) from None
     if options.sabotage:
         SABOTAGES[options.sabotage](gate)
-    report = run_gate(gate, repeats=options.repeats)
+    report = run_on_one_thread(gate, repeats=options.repeats)
     print(json.dumps(as_json(report, gate.parts), indent=1) if options.json else render(report, gate.cells, gate.parts))
     return int(report.verdict)
 

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 import nybble
+from nybble._library import lib
 from nybble.gate.aliasing import arms, reads
 from nybble.gate.aliasing.arms import AliasingArm
 from nybble.gate.aliasing.cells import Cell, Mode, Stack, all_cells
@@ -16,7 +17,7 @@ from nybble.gate.aliasing.layers import Base
 from nybble.gate.aliasing.patterns import Keeps, predict
 from nybble.gate.aliasing.ring import SlotRing, calibrated_sleep
 from nybble.gate.aliasing.stacks import Sizes, StreamedModel, make_parameters
-from nybble.gate.runner import Claim, Expectation, Outcome, Role
+from nybble.gate.runner import Claim, Expectation, Outcome, Report, Role, run_gate
 
 
 def default_arms() -> list[AliasingArm]:
@@ -121,6 +122,18 @@ class AliasingGate:
                 shapes, self.parts, dense=arm.dense, device=self.device, dtype=torch.bfloat16, seed=0
             )
         return self._bases[key]
+
+
+def run_on_one_thread(gate: AliasingGate, *, repeats: int = 1) -> Report:
+    """run_gate() with one CPU thread: for matrices of kilobytes, waking the others costs more than they do."""
+    before = torch.get_num_threads(), lib.nybble_num_threads()
+    torch.set_num_threads(1)
+    lib.nybble_set_num_threads(1)
+    try:
+        return run_gate(gate, repeats=repeats)
+    finally:
+        torch.set_num_threads(before[0])
+        lib.nybble_set_num_threads(before[1])
 
 
 def moved(before: dict[str, dict[str, int]], after: dict[str, dict[str, int]]) -> dict[str, int]:

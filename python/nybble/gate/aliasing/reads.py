@@ -7,6 +7,7 @@ counter may be first, since a refill bumps it and unpacking precedes the launch.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -131,4 +132,5 @@ def _caught(device: torch.device, act: Callable[[Scene], None]) -> Caught | None
 
 
 def _told(caught: Caught | None) -> str:
-    return "no error" if caught is None else caught.text
+    """The error up to its remedy."""
+    return "no error" if caught is None else re.split(r"\. Remedy|\. Hint", caught.text)[0]

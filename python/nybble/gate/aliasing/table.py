@@ -27,7 +27,7 @@ def render(report: Report, cells: list[Cell], parts: int) -> str:
 def first_cell(results: list[Result], cell: Cell, parts: int) -> list[str]:
     """Largest difference of a gradient from the one through private buffers, layer by layer."""
     results = [r for r in results if r.raised is None]
-    width = 24
+    width = max([26, *(len(r.arm) + 13 for r in results)])
     lines = [cell.name, "layer  " + "".join(f"{r.arm + ' vs private':>{width}}" for r in results)]
     for layer in range(parts):
         entries = (r.backward_difference[layer] for r in results)
