@@ -80,11 +80,12 @@ using VecU8 = hn::Vec<decltype(kU8)>;
 
 HWY_INLINE VecU32 select(hn::Mask<decltype(kU32)> condition, VecU32 yes, VecU32 no) { return hn::IfThenElse(condition, yes, no); }
 
-// Bits of the product with fp32 subnormals flushed.
+// Bits of multiply_flushed(value, scale); |value| <= 1.
 HWY_INLINE VecU32 product_bits(VecF32 value, VecF32 scale) {
   const VecU32 bits = hn::BitCast(kU32, hn::Mul(value, scale));
-  const auto subnormal = hn::Eq(hn::And(bits, hn::Set(kU32, 0x7F800000u)), hn::Zero(kU32));
-  return select(subnormal, hn::And(bits, hn::Set(kU32, 0x80000000u)), bits);
+  const VecF32 scaled = hn::Mul(hn::Mul(value, hn::Set(kF32, kTinyScale)), scale);
+  const auto tiny = hn::RebindMask(kU32, hn::Lt(hn::Abs(scaled), hn::Set(kF32, kTinyBound)));
+  return select(tiny, hn::And(bits, hn::Set(kU32, 0x80000000u)), bits);
 }
 
 // Each function below takes bits of 4 floats to bits of 4 values of the dtype, as rounding.h does for one.

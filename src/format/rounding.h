@@ -23,7 +23,17 @@ inline float flush(float value) {
   return (bits & 0x7F800000u) == 0 ? std::bit_cast<float>(bits & 0x80000000u) : value;
 }
 
-inline float multiply_flushed(float a, float b) { return flush(flush(a) * flush(b)); }
+// mul.ftz.f32 decides by the product as it would be with an exponent of any size, so a product just below 2^-126 is flushed although it
+// rounds to 2^-126 (seen on sm_90). The scaled product has such an exponent. Where a * 2^64 overflows, the product is far from subnormal.
+constexpr float kTinyScale = 0x1p64f;
+constexpr float kTinyBound = 0x1p-62f;  // 2^-126 * 2^64
+
+inline float multiply_flushed(float a, float b) {
+  a = flush(a), b = flush(b);
+  const float product = a * b, scaled = a * kTinyScale * b;
+  const bool tiny = scaled < kTinyBound && scaled > -kTinyBound;
+  return tiny ? std::bit_cast<float>(std::bit_cast<uint32_t>(product) & 0x80000000u) : product;
+}
 
 inline float from_bf16(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 

@@ -75,6 +75,13 @@ HWY_INLINE V flush(D d, V value) {
   return hn::IfThenElse(hn::Lt(hn::Abs(value), hn::Set(d, 0x1p-126f)), hn::CopySign(hn::Zero(d), value), value);
 }
 
+// format::multiply_flushed(a, b) for operands that are not subnormal.
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE V multiply_flushed(D d, V a, V b) {
+  const V product = hn::Mul(a, b), scaled = hn::Mul(hn::Mul(a, hn::Set(d, format::kTinyScale)), b);
+  return hn::IfThenElse(hn::Lt(hn::Abs(scaled), hn::Set(d, format::kTinyBound)), hn::CopySign(hn::Zero(d), product), product);
+}
+
 // The table of a block from its 16 values, in kLanes-wide vectors of fp32.
 template <DType DTYPE>
 HWY_INLINE void store_table(const VFloats (&values)[16 / kLanes], uint8_t* HWY_RESTRICT table) {
@@ -122,8 +129,7 @@ HWY_INLINE void build_tables(const float* HWY_RESTRICT scales, int64_t count, co
     VFloats values[16 / kLanes];
     NYBBLE_UNROLL
     for (int i = 0; i < 16 / kLanes; i++) {
-      const VFloats product = hn::Mul(code[i], scale);
-      values[i] = PLAIN ? round_to<DTYPE, true>(d, product) : round_to<DTYPE>(d, flush(d, product));
+      values[i] = PLAIN ? round_to<DTYPE, true>(d, hn::Mul(code[i], scale)) : round_to<DTYPE>(d, multiply_flushed(d, code[i], scale));
     }
     store_table<DTYPE>(values, tables + block * kTableBytes<DTYPE>);
   }
@@ -155,7 +161,7 @@ struct Source {
         uint8_t bytes[8] = {};
         std::memcpy(bytes, source + i, static_cast<size_t>(HWY_MIN(kLanes, stop - i)));
         const auto index = hn::PromoteTo(di, hn::LoadU(hn::Rebind<uint8_t, Floats>(), bytes));
-        const VFloats product = flush(d, hn::Mul(hn::GatherIndex(d, nested_code, index), hn::Set(d, nested)));
+        const VFloats product = multiply_flushed(d, hn::GatherIndex(d, nested_code, index), hn::Set(d, nested));
         hn::StoreU(hn::Add(product, hn::Set(d, offset)), d, out + i);
       }
       i = stop;

@@ -106,5 +106,27 @@ TEST_P(RoundingTest, TiesGoToEvenInDequantisedWeights) {
 INSTANTIATE_TEST_SUITE_P(DTypes, RoundingTest, ::testing::Values(DType::kFloat16, DType::kBFloat16),
                          [](const auto& info) { return std::string(name(info.param)); });
 
+// Products just below 2^-126 that an sm_90 card flushed although they round to 2^-126, and the first above, which it kept.
+TEST(Flushing, IsDecidedBeforeTheExponentEnds) {
+  struct Pair {
+    int code;
+    float scale;
+  };
+  const Pair seen_flushed[] = {{2, 2.23872522e-38f}, {4, 4.13264161e-38f}, {12, 2.66727494e-38f}, {13, 2.08933307e-38f}};
+  for (const auto& [code, scale] : seen_flushed) {
+    const std::vector<uint8_t> packed(16, static_cast<uint8_t>(code << 4 | code));
+    Nf4Weight weight{packed.data(), {}, 1, 32, 32, QuantType::kNf4};
+    weight.scales.absmax = &scale;
+    float out[32];
+    dequantize_4bit(weight, DType::kFloat32, 0, 32, out);
+    EXPECT_EQ(out[0] * 0x1p126f, 0.0f) << code;
+    EXPECT_EQ(code_table(QuantType::kNf4)[code] * scale, std::copysign(0x1p-126f, out[0])) << "the product rounds to the smallest normal";
+    const float next = std::nextafter(scale, 1.0f);
+    weight.scales.absmax = &next;
+    dequantize_4bit(weight, DType::kFloat32, 0, 32, out);
+    EXPECT_EQ(std::fabs(out[0]), 0x1p-126f) << code;
+  }
+}
+
 }  // namespace
 }  // namespace nybble::test
