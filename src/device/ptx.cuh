@@ -90,6 +90,15 @@ __device__ __forceinline__ int load_acquire(const int* flag) {
   return value;
 }
 
+__device__ __forceinline__ void store_release(uint64_t* flag, uint64_t value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* flag) {
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
+}
+
 // Barrier `id` (1 to 15; 0 is __syncthreads) over `threads` threads of the CTA.
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 

@@ -3,6 +3,8 @@
 #include <cudaTypedefs.h>
 
 #include <algorithm>
+#include <atomic>
+#include <random>
 
 #include "core/cuda_check.h"
 #include "linear/hopper_launch.h"
@@ -41,6 +43,15 @@ CUtensorMap tensor_map(const Matrix& m) {
   return map;
 }
 
+uint64_t next_nonce() {
+  static std::atomic<uint64_t> next{[] {
+    std::random_device random;
+    return static_cast<uint64_t>(random()) << 32 | random();
+  }()};
+  const uint64_t nonce = next.fetch_add(1, std::memory_order_relaxed);
+  return nonce != 0 ? nonce : next_nonce();
+}
+
 }  // namespace hopper
 
 namespace {
@@ -54,23 +65,9 @@ void launch_expansion(const HopperWorkspace& layout, const LinearProblem& proble
   e.n = static_cast<int>(problem.n);
   e.blocks = static_cast<int>(problem.k / problem.block_size);
   e.out = reinterpret_cast<float*>(workspace + layout.scales);
-  e.flags = reinterpret_cast<int*>(workspace + layout.flags);
-  e.flag_count = static_cast<int>(layout.flag_count);
   const dim3 grid((e.n + kScaleRows - 1) / kScaleRows, (e.blocks + kScaleBlocks - 1) / kScaleBlocks);
   expand_scales<<<grid, kScaleThreads, 0, stream>>>(e);
   check_launch();
-}
-
-void launch_zero_flags(const HopperWorkspace& layout, const LinearArgs& args, bool overlap, cudaStream_t stream) {
-  cudaLaunchAttribute attribute = overlap_attribute();
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(1);
-  config.blockDim = dim3(kScaleThreads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = overlap ? 1 : 0;
-  int* flags = reinterpret_cast<int*>(static_cast<uint8_t*>(args.workspace) + layout.flags);
-  check(cudaLaunchKernelEx(&config, zero_flags, flags, static_cast<int>(layout.flag_count)));
 }
 
 }  // namespace
@@ -85,7 +82,6 @@ void launch_hopper(const LinearPlan& plan, const LinearProblem& problem, const L
   const HopperWorkspace layout = hopper_workspace(problem, plan);
   const bool in_kernel = hopper_scales(plan.variant) == HopperScales::kInKernel;
   if (options.prepare && !in_kernel) launch_expansion(layout, problem, args, s);
-  if (options.prepare && in_kernel && layout.flag_count > 0) launch_zero_flags(layout, args, options.overlap, s);
   count_launch(LinearPath::kHopper, problem.direction);
   for (int64_t first = 0; first < problem.m; first += per_launch) {
     const bool overlap = options.overlap && (in_kernel || (options.prepare && first == 0));

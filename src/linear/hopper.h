@@ -21,7 +21,7 @@ enum class HopperSchedule : uint8_t { kWhole = 0, kStreamK = 1, kSplitTail = 2 }
 constexpr int kHopperSchedules = 3;
 
 // Where the decode warps find the scales. Expanded: a kernel before writes them as fp32 to the workspace. InKernel: they make them from the
-// weight's own scales; a kernel before only zeroes the flags of partial sums. Same bits.
+// weight's own scales, and no kernel runs before. Same bits.
 enum class HopperScales : uint8_t { kExpanded = 0, kInKernel = 1 };
 constexpr int kHopperScales = 2;
 
@@ -58,7 +58,7 @@ int64_t hopper_tokens_per_launch(const LinearProblem& problem, const LinearPlan&
 struct HopperWorkspace {
   int64_t scales = 0;    // fp32 [k / block_size][n], kExpanded
   int64_t partials = 0;  // fp32 [grid][tile tokens * 128], kStreamK and kSplitTail
-  int64_t flags = 0;     // int [grid][2][8]
+  int64_t flags = 0;     // uint64 [grid][2][8], any values before a launch
   int64_t flag_count = 0;
   int64_t bytes = 0;
 };
@@ -66,7 +66,7 @@ HopperWorkspace hopper_workspace(const LinearProblem& problem, const LinearPlan&
 
 // For measurements: what a launch costs without its parts.
 struct HopperLaunchOptions {
-  bool prepare = true;  // false: the workspace holds the expanded scales and zeroed flags already
+  bool prepare = true;  // false: the workspace holds the expanded scales already
   bool overlap = true;  // set the multiply up while the kernel before it runs (programmatic dependent launch)
 };
 

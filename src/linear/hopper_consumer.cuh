@@ -232,12 +232,22 @@ struct Consumer {
   // ---- partial sums, in global memory. Waiting is safe: blocks start in index order, and a stream-K owner waits only for blocks of lower
   // index, for what they store first; the pieces of a cut tile are neighbours, and all but one such group per launch are complete whenever
   // SMs are short.
+  //
+  // A flag is set when it holds the nonce of this launch. Whoever waited for it clears it, and every flag that is set is waited for: so a
+  // replay of a captured launch, which has the same nonce again, finds none set, and what the workspace held before does not matter.
 
   __device__ __forceinline__ float4* partials_of(int block) const {
     return reinterpret_cast<float4*>(p.partials) + (static_cast<int64_t>(block) * 2 + half) * (TILE::TOKENS / 8 * kThreadsPerGroup) +
            thread;
   }
-  __device__ __forceinline__ int* flag_of(int block, int reader) const { return p.flags + (block * 2 + half) * kMaxPieces + reader; }
+  __device__ __forceinline__ uint64_t* flag_of(int block, int reader) const { return p.flags + (block * 2 + half) * kMaxPieces + reader; }
+  __device__ __forceinline__ void set_flag(int reader) const { store_release(flag_of(static_cast<int>(blockIdx.x), reader), p.nonce); }
+  __device__ __forceinline__ void await_flag(int block, int reader) const {
+    uint64_t* flag = flag_of(block, reader);
+    while (load_acquire(flag) != p.nonce) {
+    }
+    *flag = 0;
+  }
   __device__ __forceinline__ void store_partial_chunks(int skip_first, int skip_last) const {
     float4* to = partials_of(static_cast<int>(blockIdx.x));
 #pragma unroll
@@ -270,15 +280,12 @@ struct Consumer {
   // those of the other pieces in ascending order.
   __device__ __forceinline__ void exchange_pieces(int cluster) {
     const int pieces = p.work.pieces, me = cluster % pieces;
-    const int first = (me * CHUNKS + pieces - 1) / pieces, last = ((me + 1) * CHUNKS + pieces - 1) / pieces;
+    const int first = first_chunk(p.work, me, CHUNKS), last = first_chunk(p.work, me + 1, CHUNKS);
     const int block0 = static_cast<int>(blockIdx.x) + 2 * me;  // of piece 0: block indices fall as clusters rise
     store_partial_chunks(first, last);
     if (thread < pieces && thread != me) {
-      store_release(flag_of(static_cast<int>(blockIdx.x), thread), 1);
-      if (first < last) {
-        while (load_acquire(flag_of(block0 - 2 * thread, me)) == 0) {
-        }
-      }
+      if (first_chunk(p.work, thread, CHUNKS) < first_chunk(p.work, thread + 1, CHUNKS)) set_flag(thread);
+      if (first < last) await_flag(block0 - 2 * thread, me);
     }
     barrier();
     for (int piece = 0; piece < pieces; piece++) {
@@ -289,17 +296,14 @@ struct Consumer {
   }
   __device__ __forceinline__ void store_for_owner() const {
     store_partial_chunks(0, 0);
-    if (leader()) store_release(flag_of(static_cast<int>(blockIdx.x), 0), 1);
+    if (leader()) set_flag(0);
   }
   // Stream-K: this cluster has the start of the tile; the clusters after it have the rest, in order.
   __device__ __forceinline__ void collect_partials(int cluster) {
-    const int tile_end = (stream_begin(p.work, cluster + 1) - 1) / p.work.steps * p.work.steps + p.work.steps;
+    const int tile_end = last_tile_end(p.work, cluster);
     for (int c = cluster + 1; c < p.work.clusters && stream_begin(p.work, c) < tile_end; c++) {
       const int block = (p.work.clusters - 1 - c) * 2 + static_cast<int>(rank);
-      if (leader()) {
-        while (load_acquire(flag_of(block, 0)) == 0) {
-        }
-      }
+      if (leader()) await_flag(block, 0);
       barrier();
       add_partial_chunks(block, 0, CHUNKS);
     }
@@ -325,7 +329,7 @@ struct Consumer {
     if (loader() && end > 0) {
       for (int s = 0; s < TILE::X_SLOTS; s++) load_x(s, begin + s, token);
     }
-    wait_for_previous_grids();  // the flags
+    wait_for_previous_grids();  // the workspace and the output, which they may use
     uint32_t group = 0;
     while (end > 0) {
       run_segment(group);

@@ -122,7 +122,8 @@ struct Params {
   int rows;
   int block_shift;  // log2(block / 64)
   float* partials;  // float4 [block][warpgroup][TOKENS / 8][thread]
-  int* flags;       // [block][warpgroup][kMaxPieces]
+  uint64_t* flags;  // [block][warpgroup][kMaxPieces]
+  uint64_t nonce;   // of this launch, not 0
 };
 
 // Barriers of a CTA, by address. Phases of a slot alternate full, empty.

@@ -90,7 +90,8 @@ Params make_params(const Launch& l) {
   p.rows = static_cast<int>(rows);
   p.block_shift = std::countr_zero(static_cast<unsigned>(q.block_size)) - std::countr_zero(static_cast<unsigned>(kStep));
   p.partials = reinterpret_cast<float*>(workspace + layout.partials);
-  p.flags = reinterpret_cast<int*>(workspace + layout.flags);
+  p.flags = reinterpret_cast<uint64_t*>(workspace + layout.flags);
+  p.nonce = next_nonce();
   return p;
 }
 

@@ -19,6 +19,9 @@ struct Matrix {
 
 CUtensorMap tensor_map(const Matrix& matrix);
 
+// Never twice the same in a process, never 0; starts at a random value, so that memory that other programs left holds none to come.
+uint64_t next_nonce();
+
 // Programmatic dependent launch: blocks may start once all blocks of the kernel before allow it or have ended; they wait for its results
 // with wait_for_previous_grids().
 inline cudaLaunchAttribute overlap_attribute() {

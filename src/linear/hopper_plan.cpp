@@ -19,18 +19,22 @@ constexpr int64_t kMaxBlocks = int64_t{1} << 31;  // block indices are 32-bit, a
 constexpr int64_t kSharedMemoryBytes = 232448;    // of a CTA
 constexpr int64_t kMaxTokens = int64_t{1} << 31;  // TMA coordinates are 32-bit
 
-// Clocks on an H200, fitted to the times of every tile and schedule at 58 problems (docs/hopper.md): the choice is within 1.3% of the best
-// one at each. step: one step of 64 while all clusters work; tile: from the last step of a tile to full speed in the next; exchange:
-// storing, awaiting and adding the pieces of a cut tile; stream: the same for the pieces of a stream-K range.
+// Clocks on an H200, fitted to the times of tiles, schedules and scales at 102 problems (docs/hopper.md): the choice is within 1% of the
+// best measured one at each. step: one step of 64 while all clusters work; tile: from the last step of a tile to full speed in the next;
+// exchange: storing, awaiting and adding the pieces of a cut tile; stream: the same for the pieces of a stream-K range. scales: what making
+// them in the kernel adds to all that, forward and grad_x, where lanes read codes a row of W apart.
 struct TileModel {
   int tokens;
   int unit;
   double step, tile, exchange, stream;
+  double scales[2];
 };
-constexpr TileModel kTileModels[kHopperTiles] = {
-    {256, 4, 1045, 3000, 7000, 9000}, {128, 8, 650, 2000, 4500, 4000}, {64, 8, 480, 1200, 3000, 2500}};
-constexpr double kStreamKTiles = 0.1;  // what stream-K costs besides, in tiles
-constexpr double kPieceClocks = 6;     // of a piece beyond the second, a token of the tile
+constexpr TileModel kTileModels[kHopperTiles] = {{256, 4, 1045, 3000, 7000, 9000, {0.03, 0.035}},
+                                                 {128, 8, 650, 2000, 4500, 4000, {0.05, 0.12}},
+                                                 {64, 8, 480, 1200, 3000, 2500, {0.02, 0.02}}};
+constexpr double kStreamKTiles = 0.1;                        // what stream-K costs besides, in tiles
+constexpr double kPieceClocks = 6;                           // of a piece beyond the second, a token of the tile
+constexpr double kExpansion = 7000, kExpandedBlock = 0.002;  // the kernel before: a launch, a block of weights
 // Longer tiles put the clusters at distant k: where several token tiles share packed rows, those are read from DRAM several times.
 constexpr int kStreamKMaxSteps = 128;
 
@@ -56,8 +60,8 @@ int pieces_of_tail(int64_t tiles, int clusters, int64_t units) {
   return static_cast<int>(std::min<int64_t>({clusters / tail, kMaxPieces, units}));
 }
 
-// Expected clocks, or a negative number when the schedule does not apply.
-double expected_clocks(const LinearProblem& p, const DeviceModel& device, HopperTile tile, HopperSchedule schedule) {
+// Expected clocks without making scales, or a negative number when the schedule does not apply.
+double multiply_clocks(const LinearProblem& p, const DeviceModel& device, HopperTile tile, HopperSchedule schedule) {
   const TileModel& model = model_of(tile);
   const int clusters = clusters_of(device);
   const int64_t token_tiles = ceil_div(p.m, 2 * model.tokens), tiles = token_tiles * ceil_div(out_rows(p), kTileRows);
@@ -75,6 +79,12 @@ double expected_clocks(const LinearProblem& p, const DeviceModel& device, Hopper
   if (pieces < 2) return -1;
   return static_cast<double>(full_waves) * whole_tile + static_cast<double>(steps) * model.step / pieces + model.tile + model.exchange +
          (pieces - 2) * kPieceClocks * model.tokens;
+}
+
+double expected_clocks(const LinearProblem& p, const DeviceModel& device, const HopperChoice& c) {
+  const double clocks = multiply_clocks(p, device, c.tile, c.schedule);
+  if (clocks < 0 || c.scales == HopperScales::kInKernel) return clocks * (1 + model_of(c.tile).scales[static_cast<int>(p.direction)]);
+  return clocks + kExpansion + kExpandedBlock * static_cast<double>(p.n * (p.k / p.block_size));
 }
 
 LinearPlan finished(const LinearProblem& p, LinearPlan plan) {
@@ -158,7 +168,7 @@ HopperWorkspace hopper_workspace(const LinearProblem& p, const LinearPlan& plan)
     w.flags += static_cast<int64_t>(plan.grid) * model_of(hopper_tile(plan.variant)).tokens * kTileRows * 4;
     w.flag_count = static_cast<int64_t>(plan.grid) * 2 * kMaxPieces;
   }
-  w.bytes = w.flags + round_up(w.flag_count * 4, 256);
+  w.bytes = w.flags + round_up(w.flag_count * 8, 256);
   return w;
 }
 
@@ -192,20 +202,21 @@ LinearPlan plan_hopper_as(const LinearProblem& p, const DeviceModel& device, con
 
 LinearPlan plan_hopper(const LinearProblem& p, const DeviceModel& device) {
   constexpr int kGroup = 4;
-  constexpr HopperScales kScales = HopperScales::kExpanded;  // kInKernel has not run on a card yet
-  HopperChoice choice{HopperTile::kTokens256, HopperSchedule::kWhole, kScales, kGroup};
-  if (p.batch_invariant) return plan_hopper_as(p, device, choice);
-  double best = expected_clocks(p, device, choice.tile, choice.schedule);
-  for (const HopperTile tile : {HopperTile::kTokens256, HopperTile::kTokens128, HopperTile::kTokens64}) {
-    for (const HopperSchedule schedule : {HopperSchedule::kWhole, HopperSchedule::kSplitTail, HopperSchedule::kStreamK}) {
-      const double clocks = expected_clocks(p, device, tile, schedule);
-      if (clocks < 0 || clocks >= best) continue;
-      best = clocks;
-      choice.tile = tile;
-      choice.schedule = schedule;
+  HopperChoice best{HopperTile::kTokens256, HopperSchedule::kWhole, HopperScales::kExpanded, kGroup};
+  double least = expected_clocks(p, device, best);
+  for (const HopperScales scales : {HopperScales::kExpanded, HopperScales::kInKernel}) {
+    for (const HopperTile tile : {HopperTile::kTokens256, HopperTile::kTokens128, HopperTile::kTokens64}) {
+      for (const HopperSchedule schedule : {HopperSchedule::kWhole, HopperSchedule::kSplitTail, HopperSchedule::kStreamK}) {
+        const HopperChoice choice{tile, schedule, scales, kGroup};
+        const bool allowed = !p.batch_invariant || (tile == HopperTile::kTokens256 && schedule == HopperSchedule::kWhole);
+        const double clocks = expected_clocks(p, device, choice);
+        if (!allowed || clocks < 0 || clocks >= least) continue;
+        least = clocks;
+        best = choice;
+      }
     }
   }
-  return plan_hopper_as(p, device, choice);
+  return plan_hopper_as(p, device, best);
 }
 
 }  // namespace nybble

@@ -1,5 +1,4 @@
-// The scale of a block as dequantize_4bit has it, and what may run before the Hopper kernel: all scales as fp32 [k / block][n], the flags
-// of partial sums set to zero.
+// The scale of a block as dequantize_4bit has it, and what may run before the Hopper kernel: all scales as fp32 [k / block][n].
 #pragma once
 
 #include "device/async.cuh"
@@ -16,8 +15,6 @@ struct ScaleExpansion {
   Scales scales;  // device pointers
   int n, blocks;  // rows of W, blocks of a row
   float* out;     // [blocks][n]
-  int* flags;     // zeroed
-  int flag_count;
 };
 
 // offset: rounded through the nested dtype.
@@ -26,6 +23,7 @@ __device__ __forceinline__ float scale_of(const Scales& s, int64_t block, float 
   return device::nested_scale(s.nested_code[s.absmax_codes[block]], s.nested_absmax[block / kNestedBlockSize], offset, s.nested_dtype);
 }
 
+// Launched without overlap: the multiply before may still read the same workspace. Its own dependent waits before it uses `out`.
 // Grid: (n / kScaleRows, blocks / kScaleBlocks), rounded up. Reads rows of W along k, writes along n, transposing in shared memory.
 static __global__ void __launch_bounds__(kScaleThreads) expand_scales(const ScaleExpansion e) {
   constexpr int kWarps = kScaleThreads / 32;
@@ -41,20 +39,12 @@ static __global__ void __launch_bounds__(kScaleThreads) expand_scales(const Scal
       tile[block][row] = scale_of(e.scales, static_cast<int64_t>(row0 + row) * e.blocks + block0 + block, offset);
     }
   }
-  const int thread = static_cast<int>((blockIdx.y * gridDim.x + blockIdx.x) * kScaleThreads + threadIdx.x);
-  for (int i = thread; i < e.flag_count; i += static_cast<int>(gridDim.x * gridDim.y) * kScaleThreads) e.flags[i] = 0;
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kScaleBlocks / kWarps; i++) {
     const int block = i * kWarps + warp;
     if (row0 + lane < e.n && block0 + block < e.blocks) e.out[static_cast<int64_t>(block0 + block) * e.n + row0 + lane] = tile[block][lane];
   }
-}
-
-static __global__ void __launch_bounds__(kScaleThreads) zero_flags(int* flags, int count) {
-  device::wait_for_previous_grids();  // they may use the workspace
-  device::allow_next_grid();
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kScaleThreads) flags[i] = 0;
 }
 
 }  // namespace nybble::hopper

@@ -40,6 +40,13 @@ constexpr int stream_begin(const Work& w, int cluster) {
 
 constexpr int piece_begin(const Work& w, int piece) { return piece * (w.steps / w.unit) / w.pieces * w.unit; }
 
+// A piece finishes the chunks [first_chunk(piece), first_chunk(piece + 1)) of its tile's output; with more pieces than chunks some have
+// none.
+constexpr int first_chunk(const Work& w, int piece, int chunks) { return (piece * chunks + w.pieces - 1) / w.pieces; }
+
+// End, in steps of the stream-K range, of the last tile that a cluster has a part of.
+constexpr int last_tile_end(const Work& w, int cluster) { return ((stream_begin(w, cluster + 1) - 1) / w.steps + 1) * w.steps; }
+
 // First tile of the last wave when that is cut into pieces.
 constexpr int first_cut_tile(const Work& w) { return w.pieces > 1 ? w.tiles / w.clusters * w.clusters : w.tiles; }
 

@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -123,6 +124,69 @@ TEST(HopperWork, EveryClusterOfAStreamKRangeHasAStep) {
   ASSERT_GT(w.stream_tiles, 0);
   w.clusters = 66;  // more clusters than steps to share
   EXPECT_GT(idle_clusters(w), 0);
+}
+
+// Which flags a launch sets and which it waits for and clears, by (cluster of the flag, reader): +1 and -1, as the kernel decides it.
+std::map<std::pair<int, int>, int> flag_balance(const Work& w, int chunks, int& waits) {
+  std::map<std::pair<int, int>, int> balance;
+  const auto has_share = [&](int piece) { return first_chunk(w, piece, chunks) < first_chunk(w, piece + 1, chunks); };
+  for (int cluster = 0; cluster < w.clusters; cluster++) {
+    const Share share = share_of(w, cluster);
+    for (int i = 0;; i++) {
+      const Segment s = segment_of(w, share, i);
+      if (s.end == 0) break;
+      if (s.end - s.begin == w.steps) continue;
+      const int me = cluster % w.pieces;
+      for (int other = 0; w.pieces > 1 && other < w.pieces; other++) {
+        if (other == me) continue;
+        balance[{cluster, other}] += has_share(other);
+        balance[{cluster - me + other, me}] -= has_share(me);
+        waits += has_share(me);
+      }
+      if (w.pieces > 1) continue;
+      if (s.begin > 0) balance[{cluster, 0}]++;
+      for (int c = cluster + 1; s.begin == 0 && c < w.clusters && stream_begin(w, c) < last_tile_end(w, cluster); c++) {
+        balance[{c, 0}]--;
+        waits++;
+      }
+    }
+  }
+  std::erase_if(balance, [](const auto& entry) { return entry.second == 0; });
+  return balance;
+}
+
+// No wait for a flag that nobody sets, and none left set: a replay with the same nonce would take it for its own.
+TEST(HopperWork, EveryFlagThatIsSetIsAwaitedAndOnlyThose) {
+  int waits = 0;
+  for (const Direction direction : {Direction::kForward, Direction::kGradInput}) {
+    for (const int64_t m : {1, 64, 129, 512, 1000, 4096}) {
+      for (const auto& [n, k] : {std::pair{14336, 4096}, {1024, 4096}, {200, 576}, {2048, 1600}, {8, 64}, {576, 1536}, {512, 16384}}) {
+        for (int variant = 0; variant < kHopperVariants; variant++) {
+          const LinearProblem p = problem(m, n, k, direction);
+          const LinearPlan plan = plan_hopper_as(p, kH200, {hopper_tile(variant), hopper_schedule(variant), hopper_scales(variant), 4});
+          const Work w = work_of(p, plan);
+          const int chunks[kHopperTiles] = {8, 4, 2};
+          EXPECT_TRUE(flag_balance(w, chunks[static_cast<int>(hopper_tile(plan.variant))], waits).empty()) << m << " " << to_string(plan);
+        }
+      }
+    }
+  }
+  EXPECT_GT(waits, 1000);
+  Work idle =
+      work_of(problem(64, 1000, 576),
+              plan_hopper_as(problem(64, 1000, 576), kH200, {HopperTile::kTokens64, HopperSchedule::kStreamK, HopperScales::kExpanded, 4}));
+  idle.clusters = 66;
+  EXPECT_FALSE(flag_balance(idle, 2, waits).empty()) << "owners wait for clusters that have no step";
+}
+
+// In the kernel while that is cheaper than a kernel before: short multiplies.
+TEST(HopperPlan, ScalesAreExpandedOnlyForLongMultiplies) {
+  for (const Direction direction : {Direction::kForward, Direction::kGradInput}) {
+    EXPECT_EQ(hopper_scales(plan_hopper(problem(512, 4096, 4096, direction), kH200).variant), HopperScales::kInKernel);
+    EXPECT_EQ(hopper_scales(plan_hopper(problem(64, 14336, 4096, direction), kH200).variant), HopperScales::kInKernel);
+    EXPECT_EQ(hopper_scales(plan_hopper(problem(4096, 14336, 4096, direction), kH200).variant), HopperScales::kExpanded);
+    EXPECT_EQ(hopper_scales(plan_hopper(problem(512, 28672, 8192, direction), kH200).variant), HopperScales::kExpanded);
+  }
 }
 
 struct Refusal {
