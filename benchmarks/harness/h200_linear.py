@@ -1,0 +1,280 @@
+"""The record of the 4-bit multiply on a GPU: what `auto` takes at every size of the target table, beside dense cuBLAS
+and bitsandbytes in the same run.
+
+    python h200_linear.py --out FOLDER [--budget SECONDS] [--must]     measures, writes h200-linear.json and .md
+    python h200_linear.py --judge RECORD.json                          the verdict on a record, without a GPU
+
+Times include everything one call of torch.ops.nybble does on the device. Arms: auto; dequant (mode "dequant", up to
+4096 tokens); dense (torch.mm on the dequantised weight); bitsandbytes (matmul_4bit; for grad_x dequantize_4bit + mm);
+for 4096 x 4096 also auto and dense with one weight that stays in L2. Weights rotate so that 3 x L2 lie between two
+uses of one; CUDA graph replays; arms shuffled in every round; medians. Spread: (max - min) / median.
+With --must (always with --judge) the exit code is 1 when a must of linear_targets.py is missed or was not measured.
+"""
+
+import argparse
+import json
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+
+import linear_targets as targets
+
+PROTOCOL = "Weights rotate over 3 x L2, CUDA graph replays, arms shuffled in each round, median of {rounds} rounds."
+ROUNDS = 9
+GRAPH_US = 1000  # of device time a replay, at least, as far as 40 calls give it
+DEQUANT_TOKENS = 4096
+WARM_SHAPE = (4096, 4096)
+NF4, BFLOAT16, FLOAT32, BLOCK = 0, 2, 0, 64
+COUNTER_OF = {"forward": "forward", "grad_x": "grad_input"}
+MODES = {"auto": 0, "dequant": 2}
+
+
+class ClockMonitor:
+    """SM clock (MHz) and power (W), sampled by nvidia-smi every 100 ms beside the measurements."""
+
+    def __init__(self):
+        self.samples = []
+        command = [
+            "nvidia-smi",
+            "-i",
+            "0",
+            "--query-gpu=clocks.sm,power.draw",
+            "--format=csv,noheader,nounits",
+            "-lms",
+            "100",
+        ]
+        try:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        except OSError as error:
+            print("no clock:", error)
+            self.process = None
+            return
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            try:
+                clock, power = (float(value) for value in line.split(","))
+            except ValueError:
+                continue
+            self.samples.append((time.time(), clock, power))
+
+    def since(self, start):
+        """Medians since `start`; the last sample when none is newer; nulls when there is none."""
+        samples = [s for s in self.samples if s[0] >= start] or self.samples[-1:]
+        if not samples:
+            return None, None
+        return statistics.median(s[1] for s in samples), statistics.median(s[2] for s in samples)
+
+    def stop(self):
+        if self.process:
+            self.process.terminate()
+
+
+class Shape:
+    """Copies of a random weight of one shape, packed and dense, and the arms' bodies."""
+
+    def __init__(self, n, k, gpu):
+        self.n, self.k, self.gpu = n, k, gpu
+        self.weights = [gpu.weight(n, k) for _ in range(max(2, -(-gpu.rotate // (n * k // 2))))]
+        self.dense = [gpu.dequantized(w) for w in self.weights[: max(2, -(-gpu.rotate // (n * k * 2)))]]
+        functional = gpu.functional
+        self.states = [gpu.bitsandbytes_state(functional, w) for w in self.weights] if functional else None
+        self.flat = [w.packed.view(-1, 1) for w in self.weights]
+
+    def bodies(self, m, direction):
+        """arm -> body(i). Activations and output are shared by all arms."""
+        torch, gpu = self.gpu.torch, self.gpu
+        backward = direction == "grad_x"
+        reduction, columns = (self.n, self.k) if backward else (self.k, self.n)
+        x = torch.randn(m, reduction, dtype=torch.bfloat16, device="cuda")
+        out = torch.empty(m, columns, dtype=torch.bfloat16, device="cuda")
+        operands = [w if backward else w.t() for w in self.dense]
+
+        def bitsandbytes(i):
+            i %= len(self.flat)
+            if backward:
+                return torch.mm(x, gpu.functional.dequantize_4bit(self.flat[i], self.states[i]), out=out)
+            return gpu.bitsandbytes.matmul_4bit(x, self.flat[i].t(), self.states[i])
+
+        def ours(mode, rotate=True):
+            count = len(self.weights) if rotate else 1
+            return lambda i: gpu.multiply(x, self.weights[i % count], backward, MODES[mode])
+
+        bodies = {"auto": ours("auto"), "dense": lambda i: torch.mm(x, operands[i % len(operands)], out=out)}
+        if self.states:
+            bodies["bnb"] = bitsandbytes
+        if m <= DEQUANT_TOKENS:
+            bodies["dequant"] = ours("dequant")
+        if (self.n, self.k) == WARM_SHAPE:
+            bodies["auto_warm"] = ours("auto", rotate=False)
+            bodies["dense_warm"] = lambda i: torch.mm(x, operands[0], out=out)
+        return bodies, x, out
+
+    def calls_per_graph(self, m, expected_us):
+        moved = self.n * self.k // 2 + 2 * m * (self.n + self.k)  # bytes between two uses of a weight, per call
+        rotation = min(len(self.weights), -(-self.gpu.rotate // moved))
+        return max(2, rotation, min(40, int(GRAPH_US / expected_us)))
+
+
+class Gpu:
+    """torch, nybble, bitsandbytes when it can be imported, and what is the same for all shapes."""
+
+    def __init__(self):
+        import portable_time
+        import torch
+        from portable_kernels import Weight
+
+        import nybble
+        from nybble.quant_state import QuantState, table
+
+        self.torch, self.nybble, self.weight, self.state = torch, nybble, Weight, QuantState
+        self.capture, self.replay_us = portable_time.capture, portable_time.replay_us
+        self.bitsandbytes_state = portable_time.bitsandbytes_state
+        self.bitsandbytes, self.functional = portable_time.import_bitsandbytes()
+        self.code = table("nf4", torch.device("cuda", torch.cuda.current_device()))
+        self.rotate = 3 * torch.cuda.get_device_properties(0).L2_cache_size
+
+    def _tensors(self, w):
+        return w.packed, w.codes, self.code, w.nested_absmax, w.nested_code, w.offset
+
+    def multiply(self, x, w, backward, mode):
+        spec = (w.n, w.k, BLOCK, NF4, BFLOAT16, FLOAT32, mode, False)
+        if backward:
+            return self.torch.ops.nybble.linear_4bit_grad_input(x, *self._tensors(w), None, *spec)
+        return self.torch.ops.nybble.linear_4bit(x, *self._tensors(w), None, None, *spec)
+
+    def dequantized(self, w):
+        spec = (w.n, w.k, BLOCK, NF4, FLOAT32, BFLOAT16)
+        return self.torch.ops.nybble.dequantize_4bit(*self._tensors(w), None, *spec)
+
+    def plan(self, x, w, direction):
+        inner = self.state(w.nested_absmax, code=w.nested_code, blocksize=256, dtype=self.torch.float32)
+        spec = dict(blocksize=BLOCK, quant_type="nf4", dtype=self.torch.bfloat16, offset=w.offset, state2=inner)
+        state = self.state(w.codes, (w.n, w.k), self.code, **spec)
+        return self.nybble.explain(x, w.packed, state, direction=COUNTER_OF[direction])
+
+    def path_and_result(self, body, direction):
+        """The one path whose counter the call moved, and what it returned."""
+        self.nybble.reset_path_counters()
+        result = body(0)
+        key = COUNTER_OF[direction]
+        ran = [path for path, counts in self.nybble.path_counters().items() if counts[key]]
+        if len(ran) != 1:
+            raise RuntimeError(f"one call moved the counters of {ran}, expected one path")
+        return ran[0], result
+
+
+def measure(gpu, shape, m, direction, clocks):
+    """The rows of one cell: auto, and dequant where it was timed and is not what auto takes."""
+    start = time.time()
+    bodies, x, out = shape.bodies(m, direction)
+    path, result = gpu.path_and_result(bodies["auto"], direction)
+    plan = gpu.plan(x, shape.weights[0], direction)
+    bodies["dense"](0)
+    error = (gpu.torch.dist(result, out) / out.norm()).item()
+    del result
+    count = shape.calls_per_graph(m, 2 * m * shape.n * shape.k / 650e6 + 8)
+    graphs = {arm: gpu.capture(body, count) for arm, body in bodies.items()}
+    times = {arm: [] for arm in graphs}
+    for _ in range(ROUNDS):
+        order = list(graphs)
+        random.shuffle(order)
+        for arm in order:
+            times[arm].append(gpu.replay_us(graphs[arm], count))
+    clock, power = clocks.since(start)
+    del graphs, x
+    us = {arm: statistics.median(values) for arm, values in times.items()}
+    spread = {arm: (max(values) - min(values)) / us[arm] for arm, values in times.items()}
+
+    def row(arm, path):
+        bnb = us.get("bnb")
+        return {
+            **dict(n=shape.n, k=shape.k, m=m, direction=direction, path=path, auto=arm == "auto"),
+            **dict(fused_us=us[arm], dense_us=us["dense"], bnb_us=bnb, ratio_dense=us[arm] / us["dense"]),
+            **dict(ratio_bnb=us[arm] / bnb if bnb else None, spread=spread[arm], dense_spread=spread["dense"]),
+            **dict(bnb_spread=spread.get("bnb"), clock_mhz=clock, power_w=power, calls=count, error=error),
+        }
+
+    rows = [row("auto", path)]
+    rows[0]["plan"] = plan
+    if "auto_warm" in us:
+        rows[0].update(warm_fused_us=us["auto_warm"], warm_dense_us=us["dense_warm"])
+    if "dequant" in us and path != "dequant":
+        rows.append(row("dequant", "dequant"))
+    return rows
+
+
+def measure_all(budget):
+    start = time.time()
+    gpu = Gpu()
+    torch = gpu.torch
+    torch.manual_seed(int(start))
+    record = {
+        **dict(device=torch.cuda.get_device_name(), torch=torch.__version__, rows=[], skipped=[]),
+        **dict(bitsandbytes=getattr(gpu.bitsandbytes, "__version__", None), protocol=PROTOCOL.format(rounds=ROUNDS)),
+    }
+    clocks = ClockMonitor()
+    shapes = {(n, k): Shape(n, k, gpu) for n, k in targets.SHAPES}
+    torch.cuda.synchronize()
+    print(f"{record['device']}, weights made in {time.time() - start:.1f} s")
+    try:
+        for m, n, k, direction in targets.cells():
+            if time.time() - start > budget:
+                record["skipped"].append(f"{n}x{k} M{m} {direction}")
+                continue
+            rows = measure(gpu, shapes[n, k], m, direction, clocks)
+            record["rows"] += rows
+            print(line(rows), flush=True)
+    finally:
+        clocks.stop()
+    record["seconds"] = time.time() - start
+    return record
+
+
+def line(rows):
+    row = rows[0]
+    bnb = "" if row["ratio_bnb"] is None else f", {row['ratio_bnb']:.2f} of bitsandbytes"
+    text = (
+        f"{targets.where(row):30s} {row['path']:8s} {row['fused_us']:8.1f} us, {row['ratio_dense']:.3f} of dense{bnb}"
+    )
+    if len(rows) > 1:
+        text += f", dequant {rows[1]['ratio_dense']:.2f}"
+    return text + f" | spread {row['spread']:.3f} clock {row['clock_mhz']} MHz"
+
+
+def judge(record):
+    """Prints means and misses; the number of misses."""
+    means = targets.geometric_means(record)
+    print(
+        "geometric mean by M:", ", ".join(f"{m}: {mean:.3f} (goal {targets.GOAL[m]:.2f})" for m, mean in means.items())
+    )
+    texts = targets.misses(record)
+    print(f"{len(texts)} musts missed" + "".join(f"\n  {text}" for text in texts))
+    return len(texts)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."), help="folder for the record")
+    parser.add_argument("--budget", type=float, default=110, help="seconds; what does not fit is listed as skipped")
+    parser.add_argument("--must", action="store_true", help="exit 1 when a must is missed")
+    parser.add_argument("--judge", type=pathlib.Path, metavar="RECORD", help="judge a record, measure nothing")
+    arguments = parser.parse_args()
+    if arguments.judge:
+        return 1 if judge(json.loads(arguments.judge.read_text())) else 0
+    record = measure_all(arguments.budget)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "h200-linear.json").write_text(json.dumps(record, indent=1) + "\n")
+    (arguments.out / "h200-linear.md").write_text(targets.markdown(record))
+    missed = judge(record)
+    print(f"{len(record['rows'])} rows, {len(record['skipped'])} cells skipped for time, {record['seconds']:.0f} s")
+    return 1 if missed and arguments.must else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

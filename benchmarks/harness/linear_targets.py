@@ -1,0 +1,90 @@
+"""What the GPU multiply must reach, and the verdict on a record of h200_linear.py. Needs no GPU and no torch."""
+
+import statistics
+
+# Most that the plan of `auto` may take, in times of dense cuBLAS, by tokens M. LARGE: weights of at least 4096 x 14336.
+TOKENS = (1, 4, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+LARGE = dict(zip(TOKENS, (0.80, 0.80, 0.80, 0.80, 0.95, 1.15, 1.20, 1.15, 1.10, 1.05, 1.04, 1.03, 1.03), strict=True))
+SMALL = dict(zip(TOKENS, (0.95, 0.95, 0.95, 0.95, 1.35, 1.50, 1.40, 1.30, 1.10, 1.07, 1.05, 1.04, 1.04), strict=True))
+GOAL = dict(zip(TOKENS, (0.50, 0.50, 0.50, 0.50, 0.70, 0.90, 1.00, 1.02, 1.00, 1.00, 0.99, 0.99, 0.99), strict=True))
+LARGE_WEIGHT = 4096 * 14336
+SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096), (27648, 5120), (5120, 27648), (28672, 8192), (1024, 4096))
+REPORTED_ONLY = {(1024, 4096): 2048}  # has no must below so many tokens
+DIRECTIONS = ("forward", "grad_x")
+
+
+def must_of(n, k, m):
+    """The largest allowed ratio to dense, or None where the ratio is only reported."""
+    if m < REPORTED_ONLY.get((n, k), 0):
+        return None
+    return (LARGE if n * k >= LARGE_WEIGHT else SMALL).get(m)
+
+
+def cells():
+    """Every (m, n, k, direction) of the table, few tokens first."""
+    return [(m, n, k, direction) for m in TOKENS for n, k in SHAPES for direction in DIRECTIONS]
+
+
+def auto_rows(record):
+    return [row for row in record["rows"] if row["auto"]]
+
+
+def where(row):
+    return f"{row['n']}x{row['k']} M{row['m']} {row['direction']}"
+
+
+def misses(record):
+    """One text per must that does not hold: too slow against dense, slower than bitsandbytes beyond the spread, wrong
+    result, or not measured.
+    """
+    texts, seen = [], set()
+    for row in auto_rows(record):
+        seen.add((row["m"], row["n"], row["k"], row["direction"]))
+        must = must_of(row["n"], row["k"], row["m"])
+        if must is not None and not row["ratio_dense"] <= must:
+            texts.append(f"{where(row)} ({row['path']}): {row['ratio_dense']:.3f} of dense, must {must:.2f}")
+        noise = max(row["spread"], row["bnb_spread"] or 0.0)
+        if row["ratio_bnb"] is not None and not row["ratio_bnb"] <= 1 + noise:
+            texts.append(f"{where(row)} ({row['path']}): {row['ratio_bnb']:.3f} of bitsandbytes, spread {noise:.3f}")
+        if not row["error"] <= 0.01:
+            texts.append(f"{where(row)} ({row['path']}): result differs from dense by {row['error']:.2e} (norm)")
+    missing = [cell for cell in cells() if cell not in seen]
+    texts += [f"{n}x{k} M{m} {direction}: not measured" for m, n, k, direction in missing]
+    return texts
+
+
+def geometric_means(record):
+    """m -> geometric mean of ratio_dense over the shapes that have a must there, both directions."""
+    ratios = {}
+    for row in auto_rows(record):
+        if must_of(row["n"], row["k"], row["m"]) is not None:
+            ratios.setdefault(row["m"], []).append(row["ratio_dense"])
+    return {m: statistics.geometric_mean(values) for m, values in sorted(ratios.items())}
+
+
+def markdown(record):
+    """A table: one line per shape and direction, one column per M: ratio to dense, ! where the must is missed."""
+    lines = [f"# 4-bit multiply, {record['device']}", "", record["protocol"], ""]
+    lines += [f"torch {record['torch']}, bitsandbytes {record['bitsandbytes']}, {record['seconds']:.0f} s.", ""]
+    lines += ["Time of `auto` / time of dense cuBLAS (bf16, nested NF4, block 64). `!`: above the must.", ""]
+    lines += ["| N x K | direction | " + " | ".join(f"M {m}" for m in TOKENS) + " |", "|---" * (len(TOKENS) + 2) + "|"]
+    by_cell = {(r["m"], r["n"], r["k"], r["direction"]): r for r in auto_rows(record)}
+    for n, k in SHAPES:
+        for direction in DIRECTIONS:
+            texts = []
+            for m in TOKENS:
+                row, must = by_cell.get((m, n, k, direction)), must_of(n, k, m)
+                missed = row is not None and must is not None and row["ratio_dense"] > must
+                texts.append(
+                    "-" if row is None else f"{row['ratio_dense']:.2f}{'!' if missed else ''} {row['path'][0]}"
+                )
+            lines.append(f"| {n} x {k} | {direction} | " + " | ".join(texts) + " |")
+    means = geometric_means(record)
+    lines.append("| geometric mean | | " + " | ".join(f"{means[m]:.3f}" if m in means else "-" for m in TOKENS) + " |")
+    lines.append("| goal | | " + " | ".join(f"{GOAL[m]:.2f}" for m in TOKENS) + " |")
+    lines += [
+        "",
+        "Letter: path, h hopper, p portable, r row, d dequant. Medians, spreads and clocks: the JSON beside.",
+        "",
+    ]
+    return "\n".join(lines)

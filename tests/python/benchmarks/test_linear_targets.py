@@ -1,0 +1,95 @@
+"""The verdict on a record of the GPU multiply: what counts as missed, and what the tables say."""
+
+import copy
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+HARNESS = pathlib.Path(__file__).resolve().parents[3] / "benchmarks" / "harness"
+sys.path.insert(0, str(HARNESS))
+import linear_targets as targets  # noqa: E402
+
+
+def record_at(ratio):
+    """A complete record with every ratio to dense a little below, at `ratio` times, its must."""
+    rows = []
+    for m, n, k, direction in targets.cells():
+        dense = ratio * (targets.must_of(n, k, m) or 2.0)
+        row = dict(n=n, k=k, m=m, direction=direction, path="hopper", auto=True, ratio_dense=dense, ratio_bnb=0.9)
+        rows.append(
+            row | dict(spread=0.02, bnb_spread=0.03, error=2e-3, fused_us=10 * dense, dense_us=10.0, bnb_us=11.0)
+        )
+    return dict(device="card", torch="2", bitsandbytes="0", protocol="", seconds=1.0, rows=rows)
+
+
+def spoil(record, change, m=512, n=14336, k=4096, direction="forward"):
+    spoilt = copy.deepcopy(record)
+    for row in spoilt["rows"]:
+        if (row["m"], row["n"], row["k"], row["direction"]) == (m, n, k, direction):
+            row.update(change)
+    return spoilt
+
+
+def test_a_record_within_all_musts_misses_none():
+    assert targets.misses(record_at(0.999)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(ratio_dense=1.16), "1.160 of dense, must 1.15"),
+        (dict(ratio_dense=float("nan")), "nan of dense"),
+        (dict(ratio_bnb=1.05), "1.050 of bitsandbytes"),
+        (dict(error=0.5), "differs from dense"),
+        (dict(auto=False), "not measured"),
+    ],
+)
+def test_one_spoilt_row_is_one_miss(change, words):
+    missed = targets.misses(spoil(record_at(0.999), change))
+    assert len(missed) == 1 and words in missed[0] and "14336x4096 M512 forward" in missed[0]
+
+
+@pytest.mark.parametrize("change", [dict(ratio_bnb=None, bnb_spread=None), dict(ratio_bnb=1.02)])
+def test_no_bitsandbytes_or_a_tie_within_the_spread_is_no_miss(change):
+    assert targets.misses(spoil(record_at(0.999), change)) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "m", "must"),
+    [
+        ((14336, 4096), 16, 0.80),
+        ((28672, 8192), 128, 1.15),
+        ((4096, 4096), 256, 1.40),
+        ((1024, 4096), 1024, None),
+        ((1024, 4096), 2048, 1.07),
+    ],
+)
+def test_musts_follow_shape_and_tokens(shape, m, must):
+    assert targets.must_of(*shape, m) == must
+
+
+def test_geometric_mean_leaves_out_what_is_only_reported():
+    record = record_at(1.0)
+    means = targets.geometric_means(spoil(record, dict(ratio_dense=100.0), m=64, n=1024))
+    assert means == targets.geometric_means(record)
+    assert means[2048] == pytest.approx((1.05**10 * 1.07**4) ** (1 / 14))
+
+
+def test_the_table_marks_what_is_missed_and_what_is_not_there():
+    record = spoil(record_at(0.999), dict(ratio_dense=1.3))
+    record["rows"] = [r for r in record["rows"] if r["m"] != 16384]
+    line = next(t for t in targets.markdown(record).splitlines() if t.startswith("| 14336 x 4096 | forward"))
+    assert "1.30! h" in line and line.count("!") == 1 and line.endswith("| - |")
+
+
+@pytest.mark.parametrize(("ratio", "code"), [(0.999, 0), (1.001, 1)])
+def test_the_script_exits_with_the_verdict(ratio, code, tmp_path):
+    file = tmp_path / "record.json"
+    file.write_text(json.dumps(record_at(ratio)))
+    command = [sys.executable, str(HARNESS / "h200_linear.py"), "--judge", str(file)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == code, result.stdout + result.stderr
+    assert "geometric mean by M" in result.stdout
