@@ -19,7 +19,7 @@ constexpr int64_t kMaxBlocks = int64_t{1} << 31;  // block indices are 32-bit, a
 constexpr int64_t kSharedMemoryBytes = 232448;    // of a CTA
 constexpr int64_t kMaxTokens = int64_t{1} << 31;  // TMA coordinates are 32-bit
 
-// Clocks on an H200, fitted to the times of tiles, schedules and scales at 102 problems (docs/hopper.md): the choice is within 1% of the
+// Clocks on an H200, fitted to the times of tiles, schedules and scales at 106 problems (docs/hopper.md): the choice is within 1% of the
 // best measured one at each. step: one step of 64 while all clusters work; tile: from the last step of a tile to full speed in the next;
 // exchange: storing, awaiting and adding the pieces of a cut tile; stream: the same for the pieces of a stream-K range. scales: what making
 // them in the kernel adds to all that, forward and grad_x, where lanes read codes a row of W apart.
