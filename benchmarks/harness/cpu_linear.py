@@ -4,15 +4,17 @@
     python benchmarks/harness/cpu_linear.py [--shapes 4096x4096,14336x4096] [--rows 1,32,256,1024] [--rounds 7]
                                             [--threads N] [--record benchmarks/records/cpu-linear.json]
 
-bf16, nested NF4, block 64. Both directions: y = x W^T without gradients, and grad_x by torch.autograd.grad. Correctness comes
-first: an arm is timed only if its error against float64 is at most 1.05 times that of the dense arm. Every round times all arms in a
-fresh random order; ratios are taken round by round, with a bootstrap interval. "nybble again" is a second nybble arm: a run in which
-it differs from the first measures noise. Exit: 0 nybble is nowhere slower, 1 it is somewhere, 3 no verdict (noise, or nothing ran).
+bf16, nested NF4, block 64. Both directions: y = x W^T without gradients, and grad_x by torch.autograd.grad.
+Correctness comes first: nybble's error against float64 must be at most 1.05 times that of the dense arm, and scales
+shifted by one block must be seen. Every round times all arms in a fresh random order; ratios are taken round by
+round, with a bootstrap interval. "nybble again" is the same arm once more: how far it is from the first is noise.
+Exit: 0 nybble is nowhere slower, 1 it is wrong or somewhere slower, 3 no verdict (noise, or nothing ran).
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import json
 import math
@@ -113,25 +115,45 @@ def quartile_range(times: list[float]) -> float:
     return upper - lower
 
 
+def check(weight: Weight, rows: int, direction: str, errors: dict[str, float]) -> float:
+    """Ends the run when nybble is wrong, or when scales shifted by one block would not be seen. Returns their error."""
+    limit = ERROR_RATIO * errors["dense"]
+    for name in ("nybble", "nybble again"):
+        if not errors[name] <= limit:
+            raise SystemExit(
+                f"{direction}, {rows} rows: {name} has error {errors[name]:.3e}, dense {errors['dense']:.3e}"
+            )
+    state = weight.state
+    weight.state = copy.copy(state)
+    weight.state.absmax = state.absmax.roll(1)
+    arms, expected = calls(weight, rows, direction)
+    error = relative_error(arms["nybble"](), expected)
+    weight.state = state
+    if error <= limit:
+        raise SystemExit(f"{direction}, {rows} rows: scales shifted by one block go unseen, error {error:.3e}")
+    return error
+
+
 def measure(weight: Weight, rows: int, direction: str, rounds: int, order: random.Random) -> dict:
     """One cell: errors, then times of all arms. Times in milliseconds."""
     arms, expected = calls(weight, rows, direction)
     errors = {name: relative_error(call(), expected) for name, call in arms.items()}  # the warm-up too
-    wrong = [name for name in ("nybble", "nybble again") if errors[name] > ERROR_RATIO * errors["dense"]]
-    if wrong:
-        raise SystemExit(
-            f"{direction} {rows} rows: {wrong[0]} has error {errors[wrong[0]]:.3e}, dense {errors['dense']:.3e}"
-        )
+    cell: dict = {"direction": direction, "m": rows, "n": weight.n, "k": weight.k, "error": errors, "arms": {}}
+    cell["error of shifted scales"] = check(weight, rows, direction, errors)
     repeats = {name: max(1, math.ceil(0.03 / time_call(call, 1))) for name, call in arms.items()}
     times: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
         for name in order.sample(sorted(arms), len(arms)):
             times[name].append(1e3 * time_call(arms[name], repeats[name]))
-    cell: dict = {"direction": direction, "m": rows, "n": weight.n, "k": weight.k, "error": errors, "arms": {}}
     for name, values in times.items():
         median = statistics.median(values)
-        cell["arms"][name] = {"median_ms": median, "iqr_ms": quartile_range(values), "spread": quartile_range(values) / median,
-                              "rounds_ms": values, "calls_per_round": repeats[name]}  # fmt: skip
+        cell["arms"][name] = {
+            "median_ms": median,
+            "iqr_ms": quartile_range(values),
+            "spread": quartile_range(values) / median,
+            "rounds_ms": values,
+            "calls_per_round": repeats[name],
+        }
     for name in ("bitsandbytes", "dense", "nybble again"):
         ratios = [ours / theirs for ours, theirs in zip(times["nybble"], times[name], strict=True)]
         cell[f"ratio to {name}"] = {"median": statistics.median(ratios), "interval": interval(ratios)}
@@ -144,14 +166,19 @@ def measure(weight: Weight, rows: int, direction: str, rounds: int, order: rando
 
 
 def verdict(cell: dict) -> str:
-    """ "not slower", "slower", or why there is none. Spread matters where the effect is not far larger than it."""
+    """The word for a cell: not slower, slower than whom, or why there is none. Spread counts unless the effect is
+    larger than it.
+    """
+    low, high = cell["ratio to nybble again"]["interval"]
+    if low > 1 + SPREAD_LIMIT or high < 1 - SPREAD_LIMIT:
+        return f"no verdict: nybble is {low:.2f} to {high:.2f} of itself"
     for name in ("bitsandbytes", "dense"):
         low, high = cell[f"ratio to {name}"]["interval"]
         spread = max(cell["arms"]["nybble"]["spread"], cell["arms"][name]["spread"])
         if low > 1.0 + SPREAD_LIMIT and spread <= SPREAD_LIMIT:
             return f"slower than {name}"
         if high > 1.0:
-            return f"no verdict against {name}: the interval {low:.2f} to {high:.2f} holds 1, spread {spread:.0%}"
+            return f"no verdict against {name}: {low:.2f} to {high:.2f}, spread {spread:.0%}"
         if spread > SPREAD_LIMIT and high * (1 + spread) > 1.0:
             return f"no verdict against {name}: spread {spread:.0%}"
     return "not slower"
@@ -197,64 +224,66 @@ def machine() -> dict:
     }
 
 
+COLUMNS = (
+    "direction", "N x K", "M", "nybble ms", "bitsandbytes ms", "dense ms", "to bitsandbytes", "to dense", "A/A",
+    "GFLOP/s", "GB/s", "verdict",
+)  # fmt: skip
+
+
+def table_row(values: list[str] | tuple[str, ...]) -> str:
+    return "| " + " | ".join(values) + " |"
+
+
 def table(cells: list[dict]) -> list[str]:
-    lines = [
-        "| direction | N x K | M | nybble ms | bitsandbytes ms | dense ms | to bitsandbytes | to dense | A/A | GFLOP/s | GB/s | verdict |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = [table_row(COLUMNS), "|" + "---|" * len(COLUMNS)]
     for cell in cells:
-        arms = cell["arms"]
-        shown = [
-            f"{arms[name]['median_ms']:.2f} ± {arms[name]['iqr_ms']:.2f}"
-            for name in ("nybble", "bitsandbytes", "dense")
-        ]
-        ratios = [f"{cell[f'ratio to {name}']['median']:.3f}" for name in ("bitsandbytes", "dense", "nybble again")]
-        row = [cell["direction"], f"{cell['n']} x {cell['k']}", str(cell["m"]), *shown, *ratios]
-        lines.append(
-            "| "
-            + " | ".join([*row, f"{cell['gflops']:.1f}", f"{cell['gbytes_per_second']:.1f}", cell["verdict"]])
-            + " |"
-        )
+        times = [cell["arms"][name] for name in ("nybble", "bitsandbytes", "dense")]
+        ratios = [cell[f"ratio to {name}"]["median"] for name in ("bitsandbytes", "dense", "nybble again")]
+        row = [cell["direction"], f"{cell['n']} x {cell['k']}", str(cell["m"])]
+        row += [f"{arm['median_ms']:.2f} ± {arm['iqr_ms']:.2f}" for arm in times]
+        row += [f"{ratio:.3f}" for ratio in ratios]
+        row += [f"{cell['gflops']:.1f}", f"{cell['gbytes_per_second']:.1f}", cell["verdict"]]
+        lines.append(table_row(row))
     return lines
 
 
 def write_record(path: pathlib.Path, record: dict) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n")
-    where = record["machine"]
-    text = [
-        "# The CPU multiply",
-        "",
-        f"**Question.** {record['question']}",
-        "",
-        f"**Answer.** {record['answer']}",
-        "",
-        *table(record["cells"]),
-        "",
-        "bf16, nested NF4, block 64. Milliseconds: median ± interquartile range of the rounds; ratios: nybble's time over the other's, "
-        "median of the rounds. Dense multiplies the same weights in bf16. grad_input is `torch.autograd.grad` of each arm.",
-        "",
-        f"- Command: `{record['command']}`, commit {record['commit']}{' with local changes' if record['dirty'] else ''}, {record['date']}",
-        f"- Machine: {where['cpu']}, {where['cores']} cores, {where['threads']} threads, load {where['load_before']:.1f} before the run; "
-        f"{' '.join(where['features'])}",
-        f"- torch {where['torch']} ({where['torch_capability']}), bitsandbytes {where['bitsandbytes']}, Python {where['python']}",
-        f"- Roofs of the same run: fp32 matrix product {record['roofs']['fp32_gemm_gflops']:.0f} GFLOP/s, "
-        f"copy {record['roofs']['copy_gbytes_per_second']:.1f} GB/s. Bytes: {BYTES_FORMULA}. FLOPs: 2 m n k",
-        "- Not measured: other dtypes and block sizes, CPUs with bf16 instructions, power and clocks (a virtual machine shows neither)",
-        "",
-    ]
-    path.with_suffix(".md").write_text("\n".join(text))
+    where, roofs = record["machine"], record["roofs"]
+    changed = " with local changes" if record["dirty"] else ""
+    text = f"""# The CPU multiply
+
+**Question.** {record["question"]}
+
+**Answer.** {record["answer"]}
+
+{chr(10).join(table(record["cells"]))}
+
+bf16, nested NF4, block 64. Milliseconds: median ± interquartile range of the rounds. Ratios: nybble's time over the
+other's, median of the rounds; A/A is nybble over nybble. Dense multiplies the same weights in bf16. grad_input is
+`torch.autograd.grad` of each arm.
+
+- Command: `{record["command"]}`, commit {record["commit"]}{changed}, {record["date"]}
+- Machine: {where["cpu"]}, {where["cores"]} cores, {where["threads"]} threads, load {where["load_before"]:.1f} before
+  the run, {" ".join(where["features"])}
+- torch {where["torch"]} ({where["torch_capability"]}), bitsandbytes {where["bitsandbytes"]}, Python {where["python"]}
+- Roofs of the same run: fp32 matrix product {roofs["fp32_gemm_gflops"]:.0f} GFLOP/s, copy
+  {roofs["copy_gbytes_per_second"]:.1f} GB/s. Bytes: {BYTES_FORMULA}. FLOPs: 2 m n k
+- Not measured: other dtypes and block sizes, CPUs with bf16 instructions, clocks and power (not visible in a virtual
+  machine)
+"""
+    path.with_suffix(".md").write_text(text)
 
 
 def answer(cells: list[dict]) -> tuple[str, int]:
     slower = [cell for cell in cells if cell["verdict"].startswith("slower")]
-    open_cells = [cell for cell in cells if cell["verdict"].startswith("no verdict")]
-    worst = {
-        name: max((cell[f"ratio to {name}"]["median"] for cell in cells), default=math.nan)
-        for name in ("bitsandbytes", "dense")
-    }
-    text = f"{len(cells) - len(slower) - len(open_cells)} of {len(cells)} cells not slower, {len(slower)} slower, {len(open_cells)} without verdict; "
-    text += f"largest ratio {worst['bitsandbytes']:.2f} to bitsandbytes, {worst['dense']:.2f} to dense."
-    return text, 1 if slower else 3 if open_cells or not cells else 0
+    undecided = [cell for cell in cells if cell["verdict"].startswith("no verdict")]
+    good = len(cells) - len(slower) - len(undecided)
+    text = f"{good} of {len(cells)} cells not slower, {len(slower)} slower, {len(undecided)} without verdict"
+    for name in ("bitsandbytes", "dense"):
+        worst = max((cell[f"ratio to {name}"]["median"] for cell in cells), default=math.nan)
+        text += f"; largest ratio to {name} {worst:.2f}"
+    return text + ".", 1 if slower else 3 if undecided or not cells else 0
 
 
 def main() -> int:
