@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -39,7 +40,7 @@ def test_a_library_that_is_not_built_is_an_import_error_with_advice(tmp_path):
 
 
 def test_cuda_symbols_of_torch_are_weak_so_that_a_cpu_torch_loads_the_library():
-    nm = pytest.importorskip("shutil").which("nm")
+    nm = shutil.which("nm")
     if nm is None:
         pytest.skip("no nm here")
     symbols = subprocess.run([nm, "-D", str(_library.path)], capture_output=True, text=True, check=True).stdout
