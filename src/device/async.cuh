@@ -33,6 +33,16 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// Whether the phase of `parity` is over, without waiting for it.
+__device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done != 0;
+}
+
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -55,6 +65,18 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) { as
 __device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap* map, uint32_t barrier, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(destination),
                "l"(map), "r"(barrier), "r"(x), "r"(y)
+               : "memory");
+}
+__device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(destination),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+// Contiguous bytes; source, destination and size are multiples of 16.
+__device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination), "l"(source),
+               "r"(bytes), "r"(barrier)
                : "memory");
 }
 // Parts outside the tensor are not written. Belongs to the thread's current bulk group.
@@ -91,6 +113,11 @@ __device__ __forceinline__ void lower_register_limit() {
 __device__ __forceinline__ void wait_for_previous_grids() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void allow_next_grid() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// 8x8 matrices of 16-bit values to shared memory; lane i gives the address of row i of 32.
+__device__ __forceinline__ void store_matrix(uint32_t address, const uint4& v) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
 // 8x8 matrices of 16-bit values, transposed on the way to shared memory; lane i gives the address of row i of 32.
 __device__ __forceinline__ void store_matrix_transposed(uint32_t address, const uint32_t* v) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]),

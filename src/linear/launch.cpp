@@ -6,6 +6,7 @@
 #include "linear/hopper.h"
 #include "linear/portable.h"
 #include "linear/row.h"
+#include "linear/small_m.h"
 #include "nybble/cuda.h"
 #include "nybble/error.h"
 
@@ -53,6 +54,7 @@ void linear_cuda(const LinearPlan& plan, const LinearProblem& problem, const Lin
   if (plan.path == LinearPath::kPortable) return launch_portable(plan, problem, args, stream);
 #ifdef NYBBLE_HAVE_SM90A
   if (plan.path == LinearPath::kHopper) return launch_hopper(plan, problem, args, stream);
+  if (plan.path == LinearPath::kSmallM) return launch_small_m(plan, problem, args, stream);
 #endif
   fail(ErrorKind::kUnsupported, "a plan for the path ", name(plan.path), " given to linear_cuda, which runs fused CUDA paths only");
 }

@@ -7,6 +7,7 @@
 #include "linear/hopper.h"
 #include "linear/portable.h"
 #include "linear/row.h"
+#include "linear/small_m.h"
 #include "linear/thresholds.h"
 #include "nybble/error.h"
 #include "nybble/linear.h"
@@ -27,6 +28,7 @@ struct FusedPath {
 constexpr FusedPath kFusedPaths[] = {
 #if !defined(NYBBLE_HAVE_CUDA) || defined(NYBBLE_HAVE_SM90A)
     {LinearPath::kHopper, supports_hopper, plan_hopper},
+    {LinearPath::kSmallM, supports_small_m, plan_small_m},
 #endif
     {LinearPath::kPortable, supports_portable, plan_portable},
     {LinearPath::kRow, supports_row, plan_row},

@@ -1,0 +1,42 @@
+// Between small_m.cu and the files that instantiate the kernel, one per activation type.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include "linear/small_m.h"
+
+namespace nybble::small_m {
+
+// What one copy takes of a tensor; innermost dimension first. strides: bytes, of dimensions 1 and up.
+struct Box {
+  CUtensorMapDataType type;
+  const void* data;
+  int dimensions;
+  cuuint64_t extents[3];
+  cuuint64_t strides[2];
+  cuuint32_t box[3];
+  CUtensorMapSwizzle swizzle;
+};
+CUtensorMap tensor_map(const Box& box);
+
+// Blocks of a kernel launched so may start once all blocks of the kernel before allow it or have ended.
+inline cudaLaunchAttribute overlap_attribute() {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
+struct Launch {
+  const LinearPlan& plan;
+  const LinearProblem& problem;
+  const LinearArgs& args;
+  bool overlap;
+  cudaStream_t stream;
+};
+
+template <typename T>
+void launch_direction(const Launch& launch);
+
+}  // namespace nybble::small_m

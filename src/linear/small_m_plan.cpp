@@ -1,0 +1,134 @@
+// What the small-M kernel takes, and how its work is cut.
+#include <algorithm>
+#include <sstream>
+
+#include "linear/small_m.h"
+
+namespace nybble {
+namespace {
+
+using small_m::kUnit;
+using small_m::Work;
+
+constexpr int64_t kColumnGrain = 1024;           // of k: rows of scale codes in steps of 16 bytes
+constexpr int64_t kMaxColumns = 28672;           // of k: shared memory for the nested scales of 256 rows
+constexpr int64_t kSharedMemoryBytes = 232448;   // of a CTA
+constexpr int64_t kMaxUnits = int64_t{1} << 20;  // of the weight
+constexpr int64_t kMaxWorkspace = 64 << 20;      // beyond it a sum through memory is the wrong kernel
+constexpr int kMaxElections = 32;                // tiles of a CTA
+constexpr int64_t kInKernelTokens = 16;          // more partial sums than that are read faster by many CTAs
+constexpr int64_t kPermuteTokens = 32;           // up to here the kernel permutes x itself
+constexpr int kBlock = 64;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+bool forward(const LinearProblem& p) { return p.direction == Direction::kForward; }
+
+int size_of_tokens(int64_t m) {
+  int size = 0;
+  while (kSmallMTokens[size] < m) size++;
+  return size;
+}
+
+Work uncut(const LinearProblem& p) {
+  Work w;
+  w.tiles = static_cast<int>((forward(p) ? p.n : p.k) / kUnit);
+  w.units = static_cast<int>((forward(p) ? p.k : p.n) / kUnit);
+  return w;
+}
+
+Work cut(const LinearProblem& p, int sm_count) {
+  Work w = uncut(p);
+  const int total = w.tiles * w.units;
+  w.ctas = std::min(std::max(1, sm_count), total);
+  // As many CTAs for each tile where that makes no CTA's run longer: fewer pieces to add.
+  const int pieces = std::min(w.ctas / w.tiles, w.units);
+  if (pieces >= 1 && ceil_div(w.units, pieces) <= ceil_div(total, w.ctas)) w.ctas = w.tiles * pieces;
+  return w;
+}
+
+int tiles_per_cta(const Work& w) {
+  const int run = static_cast<int>(ceil_div(int64_t{w.tiles} * w.units, w.ctas));
+  return (run + w.units - 2) / w.units + 1;
+}
+
+}  // namespace
+
+std::string supports_small_m(const LinearProblem& p, const DeviceModel& device) {
+  std::ostringstream no;
+  if (device.sm != 90) {
+    no << "the small-M kernel runs on compute capability 9.0, found " << device.sm / 10 << "." << device.sm % 10;
+  } else if (device.smem_per_block_bytes < kSharedMemoryBytes) {
+    no << "shared memory of " << device.smem_per_block_bytes << " bytes a block, the small-M kernel needs " << kSharedMemoryBytes;
+  } else if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) {
+    no << "activations in " << name(p.dtype) << ", the small-M kernel takes bfloat16 and float16";
+  } else if (p.m < 1 || p.m > kSmallMMaxTokens) {
+    no << "m " << p.m << ", the small-M kernel takes 1 to " << kSmallMMaxTokens;
+  } else if (p.batch_invariant) {
+    no << "batch_invariant is asked for, and above " << kSmallMMaxTokens << " tokens another kernel with other sums takes over";
+  } else if (p.n < kUnit || p.n % kUnit != 0 || p.k < kColumnGrain || p.k % kColumnGrain != 0 || p.k > kMaxColumns) {
+    no << "n " << p.n << ", k " << p.k << ", the small-M kernel takes n in multiples of " << kUnit << " and k in multiples of "
+       << kColumnGrain << " up to " << kMaxColumns;
+  } else if (p.n / kUnit * (p.k / kUnit) > kMaxUnits) {
+    no << "a weight of " << p.n << " x " << p.k << ", the small-M kernel takes up to " << kMaxUnits * kUnit * kUnit << " elements";
+  } else if (p.block_size != kBlock) {
+    no << "block size " << p.block_size << ", the small-M kernel takes " << kBlock;
+  } else if (p.nested && p.nested_dtype != DType::kFloat32) {
+    no << "nested scales in " << name(p.nested_dtype) << ", the small-M kernel takes float32";
+  } else if (p.x_alignment < 16 || (p.m > 1 && p.x_row_stride % 8 != 0)) {
+    no << "activation rows not aligned to 16 bytes (address " << p.x_alignment << ", row stride " << p.x_row_stride << " elements)";
+  } else if (p.packed_alignment < 16 || p.scales_alignment < 16) {
+    no << "packed weight and scales aligned to " << p.packed_alignment << " and " << p.scales_alignment
+       << " bytes, the small-M kernel needs 16";
+  } else if (const int64_t bytes = plan_small_m(p, device).workspace_bytes; bytes > kMaxWorkspace) {
+    no << "a workspace of " << bytes << " bytes for the partial sums, the small-M kernel takes up to " << kMaxWorkspace;
+  }
+  return no.str();
+}
+
+small_m::Work small_m_work(const LinearProblem& p, const LinearPlan& plan) {
+  Work w = uncut(p);
+  w.ctas = plan.grid;
+  return w;
+}
+
+SmallMWorkspace small_m_workspace(const LinearProblem& p, const LinearPlan& plan) {
+  const Work w = small_m_work(p, plan);
+  SmallMWorkspace layout;
+  int64_t end = 0;
+  if (small_m_sum(plan.variant) == SmallMSum::kInKernel) end += round_up(w.tiles * int64_t{sizeof(int)}, 256);
+  layout.permuted = end;
+  if (forward(p) && p.m > kPermuteTokens) layout.permuted_bytes = p.m * p.k * size_of(p.dtype);
+  end += round_up(layout.permuted_bytes, 256);
+  layout.partials = end;
+  layout.bytes = end + small_m::slots(w) * int64_t{kUnit} * small_m_tokens(plan.variant) * int64_t{sizeof(float)};
+  return layout;
+}
+
+LinearPlan plan_small_m_as(const LinearProblem& p, const DeviceModel& device, SmallMSum sum) {
+  const Work w = cut(p, device.sm_count);
+  if (tiles_per_cta(w) > kMaxElections) sum = SmallMSum::kKernel;
+  LinearPlan plan;
+  plan.path = LinearPath::kSmallM;
+  plan.variant = small_m_variant(sum, size_of_tokens(p.m));
+  plan.grid = w.ctas;
+  for (int tile = 0; tile < w.tiles; tile++) {
+    const int pieces = small_m::last_cta(w, tile) - small_m::first_cta(w, tile) + 1;
+    plan.split = std::max(plan.split, pieces);
+    plan.split_tiles += pieces > 1;
+  }
+  plan.workspace_bytes = small_m_workspace(p, plan).bytes;
+  plan.batch_invariant = forward(p);
+  std::ostringstream reason;
+  reason << "small-M kernel for up to " << small_m_tokens(plan.variant) << " tokens, partial sums added "
+         << (sum == SmallMSum::kInKernel ? "in the kernel" : "by a kernel behind");
+  plan.reason = reason.str();
+  return plan;
+}
+
+LinearPlan plan_small_m(const LinearProblem& p, const DeviceModel& device) {
+  return plan_small_m_as(p, device, p.m <= kInKernelTokens ? SmallMSum::kInKernel : SmallMSum::kKernel);
+}
+
+}  // namespace nybble
