@@ -11,10 +11,10 @@ namespace nybble::device {
 #define NYBBLE_NAMES_8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define NYBBLE_NAMES_16 NYBBLE_NAMES_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define NYBBLE_NAMES_32 NYBBLE_NAMES_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define NYBBLE_NAMES_64                                                                                           \
-  NYBBLE_NAMES_32                                                                                                 \
-      ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57," \
-      "%58,%59,%60,%61,%62,%63"
+#define NYBBLE_NAMES_64                                                                                       \
+  NYBBLE_NAMES_32                                                                                             \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57," \
+  "%58,%59,%60,%61,%62,%63"
 
 #define NYBBLE_WGMMA_RS_TYPED(tokens, type, names, a_names, b_name, ...)                                                   \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #tokens "k16.f32." type "." type " {" names "}, {" a_names "}, " b_name \
