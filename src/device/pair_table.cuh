@@ -41,17 +41,26 @@ __device__ __forceinline__ void fill_pair_table(uint8_t* table, const float* val
   }
 }
 
+// Shared address of the table, fixed so that it is an immediate of the loads: a kernel's dynamic shared memory starts below it on every
+// target.
+constexpr int kPairTableAddress = 2048;
+
+// Where the table lies in dynamic shared memory that starts at `shared`; it needs kPairTableAddress bytes more than the table.
+__device__ __forceinline__ uint8_t* pair_table(uint8_t* shared) {
+  return shared + (kPairTableAddress - static_cast<int>(smem_address(shared)));
+}
+
 // What a lane needs to look up bytes.
 struct PairDecoder {
-  const uint8_t* table;
   uint32_t lane_bytes;  // 8 * lane
 
   // Weights 2i and 2i + 1 of the word (byte i), rounded to T once, as fp32.
   template <typename T>
   __device__ __forceinline__ float2 decode(uint32_t word, int i, float scale) const {
     const uint32_t at = permute_bytes(word, lane_bytes, 0x5504u | static_cast<uint32_t>(i) << 4);  // byte << 8 | 8 * lane
-    const float2 values = *reinterpret_cast<const float2*>(table + at);
-    return unpack_pair<T>(pack_pair<T>(multiply_flushed(values.x, scale), multiply_flushed(values.y, scale)));
+    const uint2 values = load_shared_u64_at<kPairTableAddress>(at);
+    return unpack_pair<T>(
+        pack_pair<T>(multiply_flushed(__uint_as_float(values.x), scale), multiply_flushed(__uint_as_float(values.y), scale)));
   }
 };
 

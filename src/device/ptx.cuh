@@ -65,6 +65,13 @@ __device__ __forceinline__ uint2 load_shared_u64(uint32_t address) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
   return v;
 }
+// At address + OFFSET; the offset costs no instruction.
+template <int OFFSET>
+__device__ __forceinline__ uint2 load_shared_u64_at(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2+%3];" : "=r"(v.x), "=r"(v.y) : "r"(address), "n"(OFFSET));
+  return v;
+}
 __device__ __forceinline__ uint4 load_shared_u128(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));

@@ -27,11 +27,13 @@ struct Shared {
   uint8_t* rest;
 
   __device__ __forceinline__ explicit Shared(uint8_t* shared)
-      : table(shared),
-        code_values(reinterpret_cast<float*>(shared + device::kPairTableBytes)),
+      : table(device::pair_table(shared)),
+        code_values(reinterpret_cast<float*>(table + device::kPairTableBytes)),
         values(code_values + 256),
         offset(values + 16),
-        rest(shared + kFixedBytes) {}
+        rest(table + kFixedBytes - device::kPairTableAddress) {
+    if (table < shared) __trap();
+  }
 };
 
 // Tables for decoding. The caller's barrier makes them visible.
@@ -54,9 +56,10 @@ struct Unit {
 
   // Rows past the end are read as the last one, columns past the end as column 0: the caller gives both the scale 0.
   __device__ __forceinline__ void load(const Params& p, int row, int column) {
+    int64_t first = static_cast<int64_t>(min(row, p.n - 1)) * p.k + (column < p.k ? column : 0);
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
-      const int64_t first = static_cast<int64_t>(min(row + r, p.n - 1)) * p.k + (column < p.k ? column : 0);
+      if (r > 0 && row + r < p.n) first += p.k;
       const uint8_t* source = p.packed + (first >> 1);
       if constexpr (CODES == 32) {
         const uint4 v = device::load_global_u128(source);
@@ -178,21 +181,27 @@ __global__ void __launch_bounds__(threads(TOKENS), 1) row_forward(const __grid_c
   const int units = (rows + kRows - 1) / kRows * slices;
   float* sums_of_slices = reinterpret_cast<float*>(s.rest + 2 * TOKENS * p.slices * kSlice);  // [slices][p.rows][TOKENS]
 
+  // Unit u: group u / slices, slice u % slices. Kept for the unit on its way; the step of kWarps needs no division.
+  const int group_step = kWarps / slices, slice_step = kWarps - group_step * slices;
+  int next_group = warp / slices, next_slice = warp - next_group * slices;
   Unit<kCodes> next;
-  auto fetch = [&](int unit) {
-    const int group = unit / slices, slice = unit - group * slices;
-    next.load(p, first_row + group * kRows, first_column + slice * kSlice + lane * kCodes);
-  };
-  if (warp < units) fetch(warp);
+  auto fetch = [&] { next.load(p, first_row + next_group * kRows, first_column + next_slice * kSlice + lane * kCodes); };
+  if (warp < units) fetch();
   fill_tables<TOKENS>(p, s);
   fill_x<TOKENS>(p, s.rest, first_column, slices);
   __syncthreads();
 
-  const device::PairDecoder decoder{s.table, 8u * lane};
+  const device::PairDecoder decoder{8u * lane};
   for (int unit = warp; unit < units; unit += kWarps) {
-    const int group = unit / slices, slice = unit - group * slices;
+    const int group = next_group, slice = next_slice;
     const Unit<kCodes> now = next;
-    if (unit + kWarps < units) fetch(unit + kWarps);
+    next_group += group_step;
+    next_slice += slice_step;
+    if (next_slice >= slices) {
+      next_slice -= slices;
+      next_group++;
+    }
+    if (unit + kWarps < units) fetch();
     float scales[kRows], sums[kRows * TOKENS] = {};
     now.scales(s, p, first_row + group * kRows, first_column + slice * kSlice + lane * kCodes, scales);
     multiply_unit<T, TOKENS>(now, scales, decoder, reinterpret_cast<const uint4*>(s.rest) + slice * TOKENS * 128 + lane, sums);
@@ -266,7 +275,7 @@ __global__ void __launch_bounds__(threads(TOKENS), 1) row_grad(const __grid_cons
   fill_gradients<T, TOKENS>(p, gradients, first_row);
   __syncthreads();
 
-  const device::PairDecoder decoder{s.table, 8u * lane};
+  const device::PairDecoder decoder{8u * lane};
   float sums[TOKENS][kOwned] = {};
   for (int row = warp * kRows; row < rows; row += kWarps * kRows) {
     const Unit<kOwned> now = next;

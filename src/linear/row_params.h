@@ -35,7 +35,7 @@ constexpr int64_t forward_bytes(int tokens, int slices, int rows) {
   return int64_t{2} * tokens * slices * kSlice + int64_t{4} * tokens * slices * rows;
 }
 constexpr int64_t grad_bytes(int tokens, int rows) { return int64_t{4} * tokens * rows; }
-constexpr int kFixedBytes = 256 * 32 * 8 + 1024 + 128;
+constexpr int kFixedBytes = 2048 + 256 * 32 * 8 + 1024 + 128;  // the first term lets the pair table lie at a fixed address
 constexpr int kSharedLimit = 99 * 1024;
 
 Params make_params(const LinearPlan& plan, const LinearProblem& problem, const LinearArgs& args);

@@ -83,6 +83,7 @@ using __nv_bfloat16 = simt::Float16<false>;
 
 inline void __syncthreads() { simt::barrier(); }
 inline void __threadfence() {}
+inline void __trap() { simt::fail("a trap"); }
 inline float __uint_as_float(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, 4);

@@ -38,6 +38,10 @@ V load_shared(uint32_t address) {
 inline uint32_t load_shared_u32(uint32_t address) { return load_shared<uint32_t>(address); }
 inline float load_shared_f32(uint32_t address) { return load_shared<float>(address); }
 inline uint2 load_shared_u64(uint32_t address) { return load_shared<uint2>(address); }
+template <int OFFSET>
+uint2 load_shared_u64_at(uint32_t address) {
+  return load_shared<uint2>(address + OFFSET);
+}
 inline uint4 load_shared_u128(uint32_t address) { return load_shared<uint4>(address); }
 inline void store_shared_u64(uint32_t address, uint32_t x, uint32_t y) {
   const uint2 v{x, y};
