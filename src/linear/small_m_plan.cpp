@@ -14,7 +14,7 @@ constexpr int64_t kColumnGrain = 1024;           // of k: rows of scale codes in
 constexpr int64_t kMaxColumns = 28672;           // of k: shared memory for the nested scales of 256 rows
 constexpr int64_t kSharedMemoryBytes = 232448;   // of a CTA
 constexpr int64_t kMaxUnits = int64_t{1} << 20;  // of the weight
-constexpr int64_t kMaxWorkspace = 64 << 20;      // beyond it a sum through memory is the wrong kernel
+constexpr int64_t kMaxWorkspace = 32 << 20;      // of any fused path
 constexpr int kMaxElections = 32;                // tiles of a CTA
 constexpr int64_t kInKernelTokens = 16;          // more partial sums than that are read faster by many CTAs
 constexpr int64_t kPermuteTokens = 32;           // up to here the kernel permutes x itself
@@ -38,6 +38,13 @@ Work uncut(const LinearProblem& p) {
   return w;
 }
 
+// Bytes of the partial sums and of the permuted x.
+int64_t piece_bytes(const Work& w, int64_t tokens) { return small_m::slots(w) * int64_t{kUnit} * tokens * int64_t{sizeof(float)}; }
+int64_t permuted_bytes(const LinearProblem& p, int64_t tokens) {
+  return forward(p) && tokens > kPermuteTokens ? tokens * p.k * size_of(p.dtype) : 0;
+}
+
+// Does not look at m: a row's sum must not depend on it.
 Work cut(const LinearProblem& p, int sm_count) {
   Work w = uncut(p);
   const int total = w.tiles * w.units;
@@ -45,7 +52,11 @@ Work cut(const LinearProblem& p, int sm_count) {
   // As many CTAs for each tile where that makes no CTA's run longer: fewer pieces to add.
   const int pieces = std::min(w.ctas / w.tiles, w.units);
   if (pieces >= 1 && ceil_div(w.units, pieces) <= ceil_div(total, w.ctas)) w.ctas = w.tiles * pieces;
-  return w;
+  // A few CTAs less where the workspace then holds for all m.
+  Work fewer = w;
+  const auto too_much = [&] { return piece_bytes(fewer, kSmallMMaxTokens) + permuted_bytes(p, kSmallMMaxTokens) > kMaxWorkspace; };
+  while (too_much() && fewer.ctas > w.ctas * 15 / 16) fewer.ctas--;
+  return too_much() ? w : fewer;
 }
 
 int tiles_per_cta(const Work& w) {
@@ -99,10 +110,10 @@ SmallMWorkspace small_m_workspace(const LinearProblem& p, const LinearPlan& plan
   int64_t end = 0;
   if (small_m_sum(plan.variant) == SmallMSum::kInKernel) end += round_up(w.tiles * int64_t{sizeof(int)}, 256);
   layout.permuted = end;
-  if (forward(p) && p.m > kPermuteTokens) layout.permuted_bytes = p.m * p.k * size_of(p.dtype);
+  layout.permuted_bytes = permuted_bytes(p, p.m);
   end += round_up(layout.permuted_bytes, 256);
   layout.partials = end;
-  layout.bytes = end + small_m::slots(w) * int64_t{kUnit} * small_m_tokens(plan.variant) * int64_t{sizeof(float)};
+  layout.bytes = end + piece_bytes(w, small_m_tokens(plan.variant));
   return layout;
 }
 

@@ -111,6 +111,20 @@ TEST(SmallMWorkspace, HoldsCountersThenXThenAllPieces) {
   }
 }
 
+TEST(SmallMPlan, StaysWithin32MiBWhatItTakes) {
+  int refused = 0;
+  for (const auto& [n, k] : kShapes) {
+    for (const Direction direction : kDirections) {
+      const LinearProblem p = problem(128, n, k, direction);
+      const bool takes = supports_small_m(p, kH200).empty();
+      refused += !takes;
+      EXPECT_EQ(takes, plan_small_m(p, kH200).workspace_bytes <= 32 << 20) << n << " " << k;
+    }
+  }
+  EXPECT_EQ(refused, 1);  // 53248 x 1024 forward
+  EXPECT_EQ(plan_small_m(problem(128, 28672, 8192), kH200).grid, 129);
+}
+
 TEST(SmallMPlan, IsTheSameForEqualProblemsAndSaysWhoSums) {
   const LinearProblem p = problem(8, 14336, 4096);
   EXPECT_EQ(to_string(plan_small_m(p, kH200)), to_string(plan_small_m(p, kH200)));
