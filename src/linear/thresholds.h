@@ -17,6 +17,7 @@ struct Threshold {
   int sm_min, sm_max;      // inclusive
   int64_t m_min, m_max;    // inclusive
   bool forward, backward;  // directions of the row
+  int64_t weights_min;     // n * k, inclusive
   const char* record;      // file under benchmarks/records, empty: unmeasured
 };
 

@@ -197,15 +197,15 @@ TEST(SmallMSupports, TellsTheReason) {
   }
 }
 
-TEST(SmallMPlan, ATuneEntrySelectsIt) {
+TEST(SmallMPlan, ATuneEntrySelectsAnotherPath) {
   TuneEntry entry;
   entry.device = kH200.name, entry.direction = Direction::kForward, entry.dtype = DType::kBFloat16;
-  entry.n = 14336, entry.k = 4096, entry.m_min = 17, entry.m_max = 64, entry.path = LinearPath::kSmallM;
+  entry.n = 14336, entry.k = 4096, entry.m_min = 17, entry.m_max = 64, entry.path = LinearPath::kHopper;
   TuneTable tune;
   tune.add(entry);
-  EXPECT_EQ(plan_linear(problem(32, 14336, 4096), kH200, &tune).path, LinearPath::kSmallM);
-  EXPECT_NE(plan_linear(problem(65, 14336, 4096), kH200, &tune).path, LinearPath::kSmallM);
-  EXPECT_NE(plan_linear(problem(32, 14336, 4096), kH200).path, LinearPath::kSmallM);
+  EXPECT_EQ(plan_linear(problem(32, 14336, 4096), kH200, &tune).path, LinearPath::kHopper);
+  EXPECT_EQ(plan_linear(problem(65, 14336, 4096), kH200, &tune).path, LinearPath::kSmallM);
+  EXPECT_EQ(plan_linear(problem(32, 14336, 4096), kH200).path, LinearPath::kSmallM);
 }
 
 }  // namespace
