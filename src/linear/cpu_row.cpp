@@ -2,6 +2,7 @@
 // in registers as they are decoded.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "linear/cpu_row.cpp"
+#include <hwy/cache_control.h>
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>
 
@@ -22,6 +23,7 @@
 #  define NYBBLE_LINEAR_CPU_ROW_CONSTANTS_
 namespace nybble::cpu {
 constexpr int64_t kRowSegment = 2048;  // weights whose tables are built together: at most 66 blocks, 4 KiB, beside the activation in L1
+constexpr int64_t kFetchAhead = 2048;  // bytes of W: hardware prefetchers stop at the end of a page
 constexpr int64_t kForwardGrain = 16;  // output features a thread takes at a time
 }  // namespace nybble::cpu
 #endif
@@ -50,6 +52,7 @@ HWY_INLINE void for_whole_runs(const Source& source, int64_t first, int64_t runs
     const int64_t i = first + run * kRun;
     const uint8_t* a = tables.of(i);
     const uint8_t* b = ONE ? a : tables.of(i + kGroup);
+    hwy::Prefetch(source.weight.packed + std::min(i / 2 + kFetchAhead, source.packed_size - 1));
     NYBBLE_UNROLL
     for (int step = 0; step < kSteps; step++) {
       decode_places<DTYPE, ONE>(source.weight.packed + i / 2 + 16 * step, step == 0 ? a : b, b, v);
