@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import nybble
 from nybble.gate.__main__ import main
 from nybble.gate.aliasing import cells, reads
 from nybble.gate.aliasing.cells import Mode, Ring, Stack
@@ -40,6 +41,15 @@ def report():
 def test_every_cell_is_as_predicted(report):
     assert [(r.arm, r.cell) for r in report.results if not r.as_expected or r.faults] == []
     assert report.faults == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or nybble.build_info()["cuda"] is None, reason="no GPU")
+def test_every_cell_is_as_predicted_on_the_gpu():
+    gate = AliasingGate(device="cuda", slots=(2, 3), sizes=Sizes(layers=5))
+    report = run_on_one_thread(gate, repeats=2)
+    assert report.faults == [] and [claim.text for claim in report.claims if not claim.holds] == []
+    assert [(r.arm, r.cell, r.raised) for r in report.results if not r.as_expected or r.faults] == []
+    assert report.verdict == Verdict.OK
 
 
 def test_forward_is_right_in_every_arm_and_cell_that_ran_to_its_end(report):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import time
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -15,7 +16,7 @@ from nybble.gate.aliasing.arms import AliasingArm
 from nybble.gate.aliasing.cells import Cell, Mode, Stack, all_cells
 from nybble.gate.aliasing.layers import Base
 from nybble.gate.aliasing.patterns import Keeps, predict
-from nybble.gate.aliasing.ring import SlotRing, calibrated_sleep
+from nybble.gate.aliasing.ring import SlotRing, sleep_cycles_per_ms
 from nybble.gate.aliasing.stacks import Sizes, StreamedModel, make_parameters
 from nybble.gate.runner import Claim, Expectation, Outcome, Report, Role, run_gate
 
@@ -61,7 +62,8 @@ class AliasingGate:
         self.cells = all_cells(slots, bypass=bypass)
         self.arms = list(default_arms() if arms is None else arms)
         self.parts = self.sizes.layers
-        self.sleep_cycles = calibrated_sleep(self.device)
+        self.cycles_per_ms = sleep_cycles_per_ms(self.device)
+        self.visit_ms = 0.0  # host time of a layer's visit in the last reference: a late copy must take longer
         self._bases: dict[Hashable, Base] = {}
 
     def runs(self, arm: AliasingArm, cell: Cell) -> bool:
@@ -73,8 +75,10 @@ class AliasingGate:
 
     def reference(self, arm: AliasingArm, cell: Cell) -> Outcome:
         """The same op on private buffers."""
-        private = dataclasses.replace(arm, checks=False)
-        return self._run(private, dataclasses.replace(cell, bypass=True))
+        started = time.perf_counter()
+        outcome = self._run(dataclasses.replace(arm, checks=False), dataclasses.replace(cell, bypass=True))
+        self.visit_ms = 1e3 * (time.perf_counter() - started) / self.parts
+        return outcome
 
     def measure(self, arm: AliasingArm, cell: Cell) -> Outcome:
         return self._run(arm, cell)
@@ -99,7 +103,8 @@ class AliasingGate:
 
     def _run(self, arm: AliasingArm, cell: Cell) -> Outcome:
         parameters = make_parameters(cell, self.sizes, device=self.device, dtype=torch.bfloat16)
-        ring = SlotRing(self._base(arm, cell), cell, checks=arm.checks, sleep_cycles=self.sleep_cycles)
+        sleep = int(self.cycles_per_ms * max(10.0, 3 * self.visit_ms))
+        ring = SlotRing(self._base(arm, cell), cell, checks=arm.checks, sleep_cycles=sleep)
         before = nybble.path_counters() if arm.counted else None
         try:
             step = StreamedModel(cell, self.sizes, ring, arm.multiply).step(parameters)

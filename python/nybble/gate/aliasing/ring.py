@@ -114,17 +114,17 @@ class Owners:
         self.pool.close()
 
 
-def calibrated_sleep(device: torch.device, milliseconds: float = 20.0) -> int:
-    """GPU cycles of about `milliseconds`; 0 on the CPU."""
+def sleep_cycles_per_ms(device: torch.device) -> float:
+    """Cycles of torch.cuda._sleep in a millisecond of this GPU; 0 on the CPU."""
     if device.type != "cuda":
-        return 0
+        return 0.0
     start, end, cycles = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True), 10_000_000
     torch.cuda._sleep(cycles)
     start.record()
     torch.cuda._sleep(cycles)
     end.record()
     end.synchronize()
-    return int(cycles * milliseconds / start.elapsed_time(end))
+    return cycles / start.elapsed_time(end)
 
 
 def in_backward() -> bool:
