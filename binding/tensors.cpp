@@ -156,7 +156,7 @@ Rows as_rows(const Tensor& tensor, int64_t columns) {
     }
   }
   if (view) return {tensor, tensor.const_data_ptr(), m, row_stride};
-  Tensor copy = torch::stable::contiguous(tensor);
+  Tensor copy = as_contiguous(tensor);
   const void* data = copy.const_data_ptr();
   return {std::move(copy), data, m, columns};
 }
@@ -183,7 +183,13 @@ Tensor aten_matmul(const Tensor& a, const Tensor& b) {
   fail_aten("matmul", result, torch_dtype(a), device_of(a));
 }
 
-Tensor as_contiguous(const Tensor& tensor) { return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor); }
+// Not torch's contiguous(): a shim that runs out of memory does not say so, an allocation of our own does.
+Tensor as_contiguous(const Tensor& tensor) {
+  if (tensor.is_contiguous()) return tensor;
+  Tensor copy = empty(sizes_of(tensor), torch_dtype(tensor), device_of(tensor), "a contiguous copy of an operand");
+  torch::stable::copy_(copy, tensor);
+  return copy;
+}
 
 Tensor to_dtype(const Tensor& tensor, DType dtype) {
   if (torch_dtype(tensor) == torch_dtype(dtype)) return tensor;
