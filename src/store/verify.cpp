@@ -154,7 +154,7 @@ class Verifier {
     try {
       stored_layers(checkpoint, weights);
     } catch (const Error& error) {
-      note(checkpoint.folder().string(), error.what(), "layers in one aligned run of bytes", "");
+      note("layout", error.what(), "layers in one aligned run of bytes", "");
     }
     for (const TensorView* tensor : checkpoint.tensors()) {
       if (is_padding(tensor->name) &&
