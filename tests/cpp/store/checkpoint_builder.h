@@ -20,11 +20,13 @@
 
 namespace nybble {
 
-// A folder that is gone when the test ends.
+// A folder that is gone when the test ends; in memory where that is possible, since stores flush every file.
 class TemporaryFolder {
  public:
   TemporaryFolder() {
-    std::string name = (std::filesystem::temp_directory_path() / "nybble-test-XXXXXX").string();
+    const std::filesystem::path memory = "/dev/shm";
+    const auto parent = ::access(memory.c_str(), W_OK) == 0 ? memory : std::filesystem::temp_directory_path();
+    std::string name = (parent / "nybble-test-XXXXXX").string();
     if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp");
     path_ = name;
   }
