@@ -88,22 +88,26 @@ def one_step(model: torch.nn.Module, row: torch.Tensor) -> Step:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two steps, bit for bit. A gradient that is zero everywhere, or that one side lacks, is not equal."""
+    """Two steps, bit for bit. A gradient that one side lacks differs; one that is zero everywhere proves nothing."""
 
     compared: int
     different: int
+    zero: int
     logits_equal: bool
 
     @property
     def equal(self) -> bool:
-        return self.compared > 0 and self.different == 0 and self.logits_equal
+        return self.compared > 0 and self.different == 0 and self.zero == 0 and self.logits_equal
+
+    def __str__(self) -> str:
+        zero = f", {self.zero} are zero" if self.zero else ""
+        logits = "equal" if self.logits_equal else "DIFFER"
+        return f"{self.compared} gradients compared, {self.different} differ{zero}; logits {logits}"
 
 
 def compare(got: Step, want: Step) -> Comparison:
     names = got.gradients.keys() | want.gradients.keys()
-    same = [
-        name
-        for name in got.gradients.keys() & want.gradients.keys()
-        if torch.equal(got.gradients[name], want.gradients[name]) and bool(want.gradients[name].any())
-    ]
-    return Comparison(len(names), len(names) - len(same), torch.equal(got.logits, want.logits))
+    shared = got.gradients.keys() & want.gradients.keys()
+    same = [name for name in shared if torch.equal(got.gradients[name], want.gradients[name])]
+    zero = sum(not bool(gradient.any()) for gradient in want.gradients.values())
+    return Comparison(len(names), len(names) - len(same), zero, torch.equal(got.logits, want.logits))
