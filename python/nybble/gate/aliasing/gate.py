@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib
 import time
 from collections.abc import Hashable, Sequence
 
@@ -21,9 +21,18 @@ from nybble.gate.aliasing.stacks import Sizes, StreamedModel, make_parameters
 from nybble.gate.runner import Claim, Expectation, Outcome, Report, Role, run_gate
 
 
+def bitsandbytes_fault() -> str | None:
+    """Why bitsandbytes cannot take part, or None."""
+    try:
+        importlib.import_module("bitsandbytes")
+    except Exception as error:  # a broken install fails in many ways; the table says which
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def default_arms() -> list[AliasingArm]:
     """nybble's op, torch's, bitsandbytes', and nybble's kernels in two unsafe shapes, owner checks off and on."""
-    absent = None if importlib.util.find_spec("bitsandbytes") else "bitsandbytes is not installed"
+    absent = bitsandbytes_fault()
     return [
         AliasingArm("nybble", Role.PRODUCT.value, arms.product, Keeps.SAVED, checks=True, counted=True),
         AliasingArm("bf16", Role.NATIVE.value, arms.native, Keeps.SAVED, dense=True),
