@@ -8,9 +8,13 @@
 // order.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "linear/cpu_panel.cpp"
+// The targets are chosen before Highway is seen:
+// clang-format off
+#include "linear/cpu_targets.h"
+#include <hwy/foreach_target.h>
+// clang-format on
 #include <hwy/aligned_allocator.h>
 #include <hwy/cache_control.h>
-#include <hwy/foreach_target.h>
 #include <hwy/highway.h>
 
 #include <algorithm>
@@ -18,7 +22,6 @@
 
 #include "core/parallel.h"
 #include "linear/cpu_paths.h"
-#include "linear/cpu_targets.h"
 #if HWY_TARGET != HWY_SCALAR
 #  include "linear/cpu_convert-inl.h"
 #  include "linear/cpu_decode-inl.h"
