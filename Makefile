@@ -1,6 +1,6 @@
 # Every target does its own set-up. On a machine without network (a GPU node): NYBBLE_PYTHON=python3 make gpu-test
 # uses that interpreter and the build folder NYBBLE_BUILD_DIR as they are: no apt, no pip, no compiler.
-.PHONY: demo test lint bench sanitize gpu-test wheel build setup clean format
+.PHONY: demo test lint bench sanitize gpu-test wheel wheel-test build setup clean format
 .DEFAULT_GOAL := test
 
 CUDA ?= AUTO
@@ -60,7 +60,11 @@ sanitize:
 	@tools/sanitize.sh
 
 wheel: setup
-	$(PYTHON) -m uv build --wheel --no-build-isolation --python $(PYTHON) -o dist .
+	@tools/setup.sh wheel
+	@tools/wheel.sh
+
+wheel-test:
+	@tools/wheel_test.sh
 
 clean:
 	rm -rf build dist

@@ -72,7 +72,7 @@ function(nybble_cuda_sources)
   if(NOT TARGET ${library})
     add_library(${library} OBJECT)
     nybble_gencode(${ARG_FAMILY} gencode)
-    target_compile_options(${library} PRIVATE ${gencode} -lineinfo "-Xcompiler=-Wall,-fno-gnu-unique" -Xcudafe --diag_suppress=177
+    target_compile_options(${library} PRIVATE ${gencode} $<$<NOT:$<BOOL:${SKBUILD}>>:-lineinfo> "-Xcompiler=-Wall,-fno-gnu-unique" -Xcudafe --diag_suppress=177
                            --expt-relaxed-constexpr)
     target_include_directories(${library} PRIVATE "${CMAKE_SOURCE_DIR}/include" "${CMAKE_SOURCE_DIR}/src")
     set_property(GLOBAL APPEND PROPERTY NYBBLE_CUDA_LIBRARIES ${library})

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what a make target needs: Debian packages by name (as root, else a message that names them) and the pinned Python environment .venv.
-# Usage: tools/setup.sh [core] [python] [demo] [lint] [sanitize]
+# Usage: tools/setup.sh [core] [python] [demo] [lint] [sanitize] [wheel]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -61,6 +61,7 @@ for part in "$@"; do
     demo) pip_install demo requirements/demo.txt --no-deps ;;
     lint) need_apt "${apt_lint[@]}" ;;
     sanitize) need_apt "${apt_sanitize[@]}" ;;
-    *) echo "setup: unknown part '$part', expected core, python, demo, lint or sanitize" >&2; exit 1 ;;
+    wheel) pip_install wheel requirements/wheel.txt ;;
+    *) echo "setup: unknown part '$part', expected core, python, demo, lint, sanitize or wheel" >&2; exit 1 ;;
   esac
 done

@@ -1,0 +1,13 @@
+#!python
+"""Starts the installed package's `nybble` command without importing the package (and with it torch)."""
+
+import importlib.util
+import os
+import pathlib
+import sys
+
+package = importlib.util.find_spec("nybble")
+if package is None or package.origin is None:
+    sys.exit("nybble: the nybble package is not installed for " + sys.executable)
+command = pathlib.Path(package.origin).parent / "_lib" / "nybble"
+os.execv(command, [str(command), *sys.argv[1:]])
