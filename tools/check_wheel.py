@@ -3,8 +3,8 @@
 
     python tools/check_wheel.py dist/nybble-*.whl
 
-Ubuntu 22.04 must load it: GLIBC 2.35 and GLIBCXX 3.4.30 are the newest symbol versions. At load no library of CUDA may be
-needed: torch's CUDA symbols are weak, the CUDA runtime is static and opens the driver when it is first used.
+Ubuntu 22.04 must load it: GLIBC 2.35 and GLIBCXX 3.4.30 are the newest symbol versions. At load no library of CUDA may
+be needed: torch's CUDA symbols are weak, the CUDA runtime is static and opens the driver when it is first used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ NEWEST = {"GLIBC": (2, 35), "GLIBCXX": (3, 4, 30), "CXXABI": (1, 3, 13)}
 LARGEST_MB = 40
 SYSTEM = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "ld-linux-x86-64.so.2"}
 TORCH = {"libtorch.so", "libtorch_cpu.so"}
-NEEDS = {"libnybble_torch.so": SYSTEM | TORCH | {"libhwy.so.1"}, "nybble": SYSTEM | {"libhwy.so.1"}, "libhwy.so.1": SYSTEM}
+NEEDS = {
+    "libnybble_torch.so": SYSTEM | TORCH | {"libhwy.so.1"},
+    "nybble": SYSTEM | {"libhwy.so.1"},
+    "libhwy.so.1": SYSTEM,
+}
 
 
 def objdump(*args: str) -> str:
@@ -45,7 +49,8 @@ def faults_of(path: pathlib.Path) -> list[str]:
             newest = ".".join(map(str, NEWEST[family]))
             faults.append(f"{path.name} needs {family}_{'.'.join(map(str, version))}, at most {newest} expected")
     words = ", ".join(f"{family} {'.'.join(map(str, version))}" for family, version in sorted(versions.items()))
-    print(f"  {path.name}: {path.stat().st_size / 1e6:.1f} MB, newest symbols {words}; links {', '.join(sorted(needed))}")
+    size = path.stat().st_size / 1e6
+    print(f"  {path.name}: {size:.1f} MB, newest symbols {words}; links {', '.join(sorted(needed))}")
     return faults
 
 

@@ -290,7 +290,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=QUESTION)
     parser.add_argument("--shapes", default="4096x4096,14336x4096", help="N x K, comma separated")
     parser.add_argument("--rows", default="1,32,256,1024")
-    parser.add_argument("--grad-rows", default="1,32", help="for grad_input: torch's own takes seconds a call; empty for none")
+    parser.add_argument("--grad-rows", default="1,32", help="grad_input's; torch's own takes seconds a call")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--record", type=pathlib.Path, help="JSON file to write, with an .md beside it")
@@ -314,7 +314,7 @@ def main() -> int:
     for shape in options.shapes.split(","):
         weight = Weight(*(int(size) for size in shape.split("x")))
         for direction, all_rows in (("forward", options.rows), ("grad_input", options.grad_rows)):
-            for rows in filter(None, all_rows.split(",")):
+            for rows in all_rows.split(","):
                 before = nybble.path_counters()["cpu"][direction]
                 cell = measure(weight, int(rows), direction, options.rounds, order)
                 cell["launches"] = nybble.path_counters()["cpu"][direction] - before

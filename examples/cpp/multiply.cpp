@@ -33,7 +33,8 @@ int main() try {
       for (int64_t i = 0; i < k; i++) sum += double(x[row * k + i]) * dense[column * k + i];
       largest = std::fmax(largest, std::fabs(sum - y[row * n + column]));
     }
-  std::printf("%lld bytes for %lld weights, largest error %.1e\n", (long long)(packed.size() + 4 * absmax.size()), (long long)(n * k), largest);
+  std::printf("%lld bytes for %lld weights, largest error %.1e\n", (long long)(packed.size() + 4 * absmax.size()), (long long)(n * k),
+              largest);
   return largest < 1e-4 ? 0 : 1;
 } catch (const nybble::Error& error) {
   std::fprintf(stderr, "%s\n", error.what());
