@@ -25,19 +25,25 @@ __all__ = [
     "matmul_4bit",
     "memory_stats",
     "nf4_linear",
+    "patch",
     "path_counters",
     "quantize_4bit",
     "reset_path_counters",
     "stream",
     "supports",
+    "unpatch",
     "unstream",
 ]
 
 
 def __getattr__(name: str):
-    # Streaming whole models needs transformers and bitsandbytes, the rest of nybble does not.
+    # Whole models need transformers (streaming) and bitsandbytes, the rest of nybble does not.
     if name in ("memory_stats", "stream", "unstream"):
         from .streaming import model
+
+        return getattr(model, name)
+    if name in ("patch", "unpatch"):
+        from .patching import model
 
         return getattr(model, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

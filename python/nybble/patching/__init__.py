@@ -1,0 +1,1 @@
+"""Turns the bitsandbytes modules of a model into nybble's multiply, and back."""
