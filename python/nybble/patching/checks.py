@@ -32,7 +32,7 @@ def check_weight(name: str, module: torch.nn.Module) -> None:
         )
     if getattr(state, "packing_format_for_cpu", False):
         raise ValueError(
-            f"{name}: the weight is in bitsandbytes' CPU inference layout (it was run in eval mode), expected the usual "
+            f"{name}: the weight is in bitsandbytes' CPU inference layout (it ran in eval mode), expected the usual "
             "one; model.state_dict() puts it back, or patch before the first forward"
         )
     try:

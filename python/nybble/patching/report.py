@@ -30,7 +30,11 @@ class PatchReport:
     changed: int
 
     def __getitem__(self, name: str) -> ModuleReport:
-        return next(module for module in self.modules if module.name == name)
+        """The entry of one module, by its name in model.named_modules(). KeyError for any other name."""
+        for module in self.modules:
+            if module.name == name:
+                return module
+        raise KeyError(name)
 
     def __str__(self) -> str:
         groups = Counter((module.path, module.reason) for module in self.modules)
@@ -40,7 +44,9 @@ class PatchReport:
         lines = [f"nybble patched {self.changed} of {len(self.modules)} 4-bit modules, mode {self.mode!r}"]
         for (path, reason), count in groups.items():
             example = first[path, reason] or "the module itself"
-            lines.append(f"  {count:5} {path:9} {example}{', ...' if count > 1 else ''}{f': {reason}' if reason else ''}")
+            lines.append(
+                f"  {count:5} {path:9} {example}{', ...' if count > 1 else ''}{f': {reason}' if reason else ''}"
+            )
         return "\n".join(lines)
 
 
