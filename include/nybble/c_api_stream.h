@@ -43,22 +43,31 @@ NYBBLE_EXPORT int nybble_arena_fill_tensor(nybble_arena* arena, int32_t layer, i
 NYBBLE_EXPORT int nybble_arena_part(nybble_arena* arena, int32_t layer, int32_t part, void** data, int64_t* bytes);
 NYBBLE_EXPORT int nybble_arena_size(nybble_arena* arena, int32_t* layers, int64_t* bytes, int64_t* largest_layer_bytes);
 
-/* Called on the copying thread before bytes [begin, end) of a layer are written; nonzero fails the refill there. */
+/* Fails with kind "out of memory" when host memory does not suffice for all layers. Before the first fill. */
+NYBBLE_EXPORT int nybble_arena_require_memory(nybble_arena* arena);
+/* Page-locks the layers for copies to a GPU. *pinned_bytes of nybble_arena_size's bytes; *reason says why not all, valid until this thread's next
+ * call, empty when all are. After the last fill, before nybble_arena_part: layers may move. */
+NYBBLE_EXPORT int nybble_arena_pin(nybble_arena* arena, int64_t* pinned_bytes, const char** reason);
+
+/* Called before bytes [begin, end) of a layer are copied, on the copying thread (CUDA: the acquiring one, which must not call the ring); nonzero
+ * fails the refill there. */
 typedef int32_t (*nybble_copy_observer)(void* context, int32_t layer, int32_t slot, int64_t begin, int64_t end);
 
 typedef struct nybble_ring_options {
   int32_t prefetch;     /* 1: start the next refills at each acquire */
   int32_t poison;       /* 1: a refill first overwrites its slot with 0xFF */
-  int32_t land_at_wait; /* CPU engine: 1: copy only when acquire waits, the latest legal moment */
-  int64_t delay_us;     /* CPU engine: before each refill */
-  int64_t chunk_bytes;  /* CPU engine: granularity of the observer and of cancelling; 0: the default */
+  int32_t on_cuda;      /* 1: slots are memory of CUDA device `device`, 0: CPU memory */
+  int32_t device;
+  int32_t land_at_wait; /* for tests: copy only when acquire waits, the latest legal moment */
+  int64_t delay_us;     /* for tests: before each refill */
+  int64_t chunk_bytes;  /* of one copy, granularity of the observer; 0: the default */
   nybble_copy_observer observer;
   void* context;
 } nybble_ring_options;
 
 typedef struct nybble_ring nybble_ring;
-/* uids: one owner a layer of the arena, every part of which is filled. slots: `window` buffers of slot_bytes each in CPU memory, which must
- * outlive the ring. */
+/* uids: one owner a layer of the arena, every part of which is filled. slots: `window` buffers of slot_bytes each, which must outlive the
+ * ring. compute_stream below: a cudaStream_t of the slots' device, null for its default stream and on the CPU. */
 NYBBLE_EXPORT int nybble_ring_new(nybble_arena* arena, const int64_t* uids, void* const* slots, int32_t window, int64_t slot_bytes,
                                   const nybble_ring_options* options, nybble_ring** ring);
 NYBBLE_EXPORT void nybble_ring_free(nybble_ring* ring);
@@ -68,6 +77,8 @@ NYBBLE_EXPORT int nybble_ring_acquire(nybble_ring* ring, int32_t layer, int32_t 
                                       int32_t* landed, uint64_t* refilled);
 NYBBLE_EXPORT int nybble_ring_release(nybble_ring* ring, int32_t layer, void* compute_stream);
 NYBBLE_EXPORT int nybble_ring_reset(nybble_ring* ring);
+/* The stream that refills go through, null on the CPU. */
+NYBBLE_EXPORT int nybble_ring_copy_stream(nybble_ring* ring, void** copy_stream);
 
 typedef struct nybble_slot_status {
   int32_t state; /* 0 empty, 1 loading, 2 held, 3 released */

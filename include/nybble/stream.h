@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "nybble/error.h"
+#include "nybble/host_arena.h"
 
 namespace nybble {
 
@@ -56,50 +57,6 @@ SlotOwner slot_owner(int64_t slot);
 // outside every registered slot is an error of its own (the weight left the ring). Throws kStaleWeight. Thread safe, lock free to readers.
 void verify_owner(int64_t uid, const void* const* pointers, int count);
 
-// ---- Host arena -----------------------------------------------------------------------------------------------------------------
-
-constexpr int64_t kViewAlignment = 256;    // of a part inside its layer
-constexpr int64_t kLayerAlignment = 4096;  // of a layer's blob, address and size
-
-struct ArenaPart {
-  std::string name;
-  int64_t bytes = 0;
-  int64_t offset = 0;  // set by the arena: a multiple of kViewAlignment
-};
-
-// Same-shaped layers share one layout object, so that views of a slot are built once per layout.
-struct LayerLayout {
-  std::vector<ArenaPart> parts;
-  int64_t bytes = 0;  // of the blob, a multiple of kLayerAlignment
-};
-
-// The packed base in host memory: one contiguous, aligned blob per layer. Not thread safe while layers are added or filled.
-class HostArena {
- public:
-  HostArena();
-  ~HostArena();
-  HostArena(const HostArena&) = delete;
-  HostArena& operator=(const HostArena&) = delete;
-
-  int add_layer(std::span<const ArenaPart> parts);  // names unique, bytes > 0; returns the layer's index; its bytes are zero
-  // Writes bytes at `offset` of a part. A part is complete once every byte was written; streaming an incomplete layer is an error.
-  void fill(int layer, int part, int64_t offset, std::span<const std::byte> bytes);
-  void require_complete(int layer) const;  // throws kValue naming the first part with missing bytes
-
-  int layers() const;
-  int layout_index(int layer) const;  // equal for same-shaped layers
-  int layouts() const;
-  const LayerLayout& layout(int index) const;
-  std::span<const std::byte> blob(int layer) const;
-  std::span<std::byte> part(int layer, int part);
-  int64_t bytes() const;  // of all blobs
-  int64_t largest_layer_bytes() const;
-
- private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
-};
-
 // ---- Copy engine ----------------------------------------------------------------------------------------------------------------
 
 using ComputeStream = void*;  // a cudaStream_t, or null on the CPU, where work is done when a call returns
@@ -118,23 +75,28 @@ struct CopyRequest {
 class CopyEngine {
  public:
   virtual ~CopyEngine() = default;
+  virtual void enter(ComputeStream) {}                            // first in every visit and release; throws when the stream can't take one
   virtual void record_free(int slot, ComputeStream compute) = 0;  // the "free" event
   virtual void start(const CopyRequest& request, ComputeStream compute) = 0;
   // Makes what follows on compute see the refill (the "ready" event). False: not landed within the timeout (engines that wait on the host).
   // Throws what made the copy fail; the slot's bytes are then undefined and no copy is under way.
   virtual bool wait_ready(int slot, ComputeStream compute, std::chrono::milliseconds timeout) = 0;
   virtual void cancel(int slot) noexcept = 0;  // nothing writes to the slot once this returns
+  virtual ComputeStream copy_stream() const { return nullptr; }
 };
 
-// Plain memcpy on one background thread, chunk by chunk.
-struct CpuCopyOptions {
+struct CopyOptions {
   bool land_at_wait = false;           // start only when acquire waits: the latest legal moment
   std::chrono::microseconds delay{0};  // before each refill
-  int64_t chunk_bytes = int64_t{4} << 20;
-  // Called on the copying thread before bytes [begin, end) of a layer are written; what it throws fails the refill there.
+  int64_t chunk_bytes = 0;             // of one copy; 0: the engine's default (CPU: 4 MiB, CUDA: a whole layer)
+  // Called before bytes [begin, end) of a layer are copied (CUDA: enqueued, under the ring's lock); what it throws fails the refill there.
   std::function<void(int layer, int slot, int64_t begin, int64_t end)> observer;
 };
-std::unique_ptr<CopyEngine> make_cpu_copy_engine(int slots, CpuCopyOptions options = {});
+// Plain memcpy on one background thread, chunk by chunk.
+std::unique_ptr<CopyEngine> make_cpu_copy_engine(int slots, CopyOptions options = {});
+// Slots are memory of CUDA device `device`; one asynchronous copy a refill on a stream of the engine's own, ordered by events, never by the
+// host. Streams that visits run on must outlive the engine. Throws kUnsupported in a build without CUDA.
+std::unique_ptr<CopyEngine> make_cuda_copy_engine(int device, int slots, CopyOptions options = {});
 
 // ---- Schedule and ring ----------------------------------------------------------------------------------------------------------
 
@@ -189,6 +151,7 @@ class SlotRing {
   SlotStatus status(int slot) const;
   RingStats stats() const;
   int slots() const;
+  ComputeStream copy_stream() const;  // null on the CPU
 
  private:
   struct Impl;

@@ -35,6 +35,22 @@ struct stat stat_checked(int fd, const Path& path) {
   return info;
 }
 
+// Of the process's control group, without the file cache that the kernel drops when memory is asked for.
+int64_t group_used_bytes() {
+  int64_t used = 0;
+  for (const char* file : {"/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes"}) {
+    if (std::ifstream group(file); group >> used) break;
+  }
+  for (const char* file : {"/sys/fs/cgroup/memory.stat", "/sys/fs/cgroup/memory/memory.stat"}) {
+    std::ifstream stat(file);
+    std::string key;
+    for (int64_t bytes = 0; stat >> key >> bytes;) {
+      if (key == "inactive_file" || key == "active_file") used -= bytes;
+    }
+  }
+  return used;
+}
+
 }  // namespace
 
 FileMap::FileMap(const Path& path) {
@@ -189,6 +205,7 @@ SystemLimits system_limits() {
     int64_t bytes = 0;
     if (group >> bytes && bytes < limits.memory_bytes) limits.group_limit_bytes = bytes;
   }
+  if (limits.group_limit_bytes >= 0) limits.group_available_bytes = std::max<int64_t>(0, limits.group_limit_bytes - group_used_bytes());
   struct rlimit lock {};
   if (::getrlimit(RLIMIT_MEMLOCK, &lock) == 0 && lock.rlim_cur != RLIM_INFINITY) {
     limits.lockable_bytes = static_cast<int64_t>(std::min<rlim_t>(lock.rlim_cur, INT64_MAX));

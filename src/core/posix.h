@@ -80,10 +80,11 @@ int64_t free_bytes(const Path& folder);  // for an unprivileged user; -1 when th
 
 struct SystemLimits {
   int64_t page_bytes = 0;
-  int64_t memory_bytes = 0;        // physical
-  int64_t available_bytes = 0;     // what the kernel would give without swapping
-  int64_t group_limit_bytes = -1;  // control group, -1 = none
-  int64_t lockable_bytes = -1;     // RLIMIT_MEMLOCK, -1 = unlimited
+  int64_t memory_bytes = 0;            // physical
+  int64_t available_bytes = 0;         // what the kernel would give without swapping
+  int64_t group_limit_bytes = -1;      // control group, -1 = none
+  int64_t group_available_bytes = -1;  // of the limit, what is not in use; file cache counts as free
+  int64_t lockable_bytes = -1;         // RLIMIT_MEMLOCK, -1 = unlimited
 };
 SystemLimits system_limits();
 bool is_terminal(int fd);

@@ -35,11 +35,11 @@ void require_count(int32_t count, const char* name) {
   if (count < 0) fail(ErrorKind::kValue, name, " is ", count, ", expected none below 0");
 }
 
-CpuCopyOptions copy_options(const nybble_ring_options& from) {
-  CpuCopyOptions options;
+CopyOptions copy_options(const nybble_ring_options& from) {
+  CopyOptions options;
   options.land_at_wait = from.land_at_wait != 0;
   options.delay = std::chrono::microseconds(from.delay_us);
-  if (from.chunk_bytes != 0) options.chunk_bytes = from.chunk_bytes;
+  options.chunk_bytes = from.chunk_bytes;
   if (from.observer != nullptr) {
     options.observer = [observer = from.observer, context = from.context](int layer, int slot, int64_t begin, int64_t end) {
       if (observer(context, layer, slot, begin, end) != 0)
@@ -70,7 +70,8 @@ std::unique_ptr<SlotRing> make_ring(const HostArena& arena, const int64_t* uids,
   }
   std::vector<std::byte*> bases;
   for (int32_t slot = 0; slot < window; slot++) bases.push_back(static_cast<std::byte*>(slots[slot]));
-  auto engine = make_cpu_copy_engine(window, copy_options(options));
+  auto engine = options.on_cuda != 0 ? make_cuda_copy_engine(options.device, window, copy_options(options))
+                                     : make_cpu_copy_engine(window, copy_options(options));
   return std::make_unique<SlotRing>(std::move(layers), std::move(bases), slot_bytes, std::move(engine),
                                     RingOptions{options.prefetch != 0, options.poison != 0});
 }
@@ -175,6 +176,19 @@ int nybble_arena_size(nybble_arena* arena, int32_t* layers, int64_t* bytes, int6
   });
 }
 
+int nybble_arena_require_memory(nybble_arena* arena) {
+  return run_recorded([&] { require(arena, "arena").arena->require_memory(); });
+}
+int nybble_arena_pin(nybble_arena* arena, int64_t* pinned_bytes, const char** reason) {
+  static thread_local std::string kept;
+  return run_recorded([&] {
+    PinReport report = require(arena, "arena").arena->pin(make_cuda_host_locker());
+    kept = std::move(report.reason);
+    require(pinned_bytes, "pinned_bytes") = report.bytes;
+    require(reason, "reason") = kept.c_str();
+  });
+}
+
 int nybble_ring_new(nybble_arena* arena, const int64_t* uids, void* const* slots, int32_t window, int64_t slot_bytes,
                     const nybble_ring_options* options, nybble_ring** ring) {
   return run_recorded([&] {
@@ -201,6 +215,9 @@ int nybble_ring_release(nybble_ring* ring, int32_t layer, void* compute_stream) 
 }
 int nybble_ring_reset(nybble_ring* ring) {
   return run_recorded([&] { require(ring, "ring").ring->reset(); });
+}
+int nybble_ring_copy_stream(nybble_ring* ring, void** copy_stream) {
+  return run_recorded([&] { require(copy_stream, "copy_stream") = require(ring, "ring").ring->copy_stream(); });
 }
 int nybble_ring_status(nybble_ring* ring, int32_t slot, nybble_slot_status* status) {
   return run_recorded([&] {

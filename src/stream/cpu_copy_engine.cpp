@@ -15,6 +15,7 @@
 namespace nybble {
 namespace {
 
+constexpr int64_t kDefaultChunkBytes = int64_t{4} << 20;
 constexpr auto kLongestWait = std::chrono::hours(24);
 
 enum class Phase : uint8_t { kIdle, kDeferred, kQueued, kCopying, kLanded, kFailed };
@@ -29,7 +30,7 @@ struct SlotCopy {
 // One thread copies in the order of issue.
 class CopyThread {
  public:
-  CopyThread(int slots, CpuCopyOptions options)
+  CopyThread(int slots, CopyOptions options)
       : options_(std::move(options)), slots_(static_cast<size_t>(slots)), thread_([this] { work(); }) {}
 
   ~CopyThread() {
@@ -120,7 +121,7 @@ class CopyThread {
     }
   }
 
-  const CpuCopyOptions options_;
+  const CopyOptions options_;
   std::deque<SlotCopy> slots_;  // a deque: elements never move
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -132,7 +133,7 @@ class CopyThread {
 // Compute on the CPU is finished when its call returns, so "free" needs no event.
 class CpuCopyEngine final : public CopyEngine {
  public:
-  CpuCopyEngine(int slots, CpuCopyOptions options) : pid_(getpid()), thread_(std::make_unique<CopyThread>(slots, std::move(options))) {}
+  CpuCopyEngine(int slots, CopyOptions options) : pid_(getpid()), thread_(std::make_unique<CopyThread>(slots, std::move(options))) {}
   ~CpuCopyEngine() override {
     if (forked()) static_cast<void>(thread_.release());  // the thread exists in the parent only, its locks are in an unknown state
   }
@@ -161,9 +162,10 @@ class CpuCopyEngine final : public CopyEngine {
 
 }  // namespace
 
-std::unique_ptr<CopyEngine> make_cpu_copy_engine(int slots, CpuCopyOptions options) {
+std::unique_ptr<CopyEngine> make_cpu_copy_engine(int slots, CopyOptions options) {
   if (slots < 1) fail(ErrorKind::kValue, "a copy engine for ", slots, " slots, expected at least 1");
-  if (options.chunk_bytes < 1) fail(ErrorKind::kValue, "chunk_bytes is ", options.chunk_bytes, ", expected at least 1");
+  if (options.chunk_bytes < 0) fail(ErrorKind::kValue, "chunk_bytes is ", options.chunk_bytes, ", expected 0 (the default) or more");
+  if (options.chunk_bytes == 0) options.chunk_bytes = kDefaultChunkBytes;
   return std::make_unique<CpuCopyEngine>(slots, std::move(options));
 }
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/parallel.h"
+#include "core/posix.h"
 #include "nybble/stream.h"
 
 namespace nybble {
@@ -22,14 +23,40 @@ class Blob {
       fail(ErrorKind::kOutOfMemory, "the host arena could not get ", bytes, " bytes for a layer; free memory, or stream a smaller model");
     data_ = static_cast<std::byte*>(address);
   }
-  ~Blob() { munmap(data_, static_cast<size_t>(bytes_)); }
+  ~Blob() {
+    if (from_locker_) {
+      locker_->free(data_);
+    } else {
+      if (locker_) locker_->unlock(data_);
+      munmap(data_, static_cast<size_t>(bytes_));
+    }
+  }
   Blob(const Blob&) = delete;
   Blob& operator=(const Blob&) = delete;
   std::byte* data() const { return data_; }
 
+  bool pinned() const { return locker_ != nullptr; }
+  // The reason when the blob stays pageable, as it was.
+  std::string pin(const std::shared_ptr<HostLocker>& locker) {
+    const std::string refused = locker->lock(data_, bytes_);
+    if (!refused.empty()) {
+      void* moved = nullptr;
+      const std::string also_refused = locker->allocate(bytes_, &moved);
+      if (!also_refused.empty()) return refused + "; " + also_refused;
+      std::memcpy(moved, data_, static_cast<size_t>(bytes_));
+      munmap(data_, static_cast<size_t>(bytes_));
+      data_ = static_cast<std::byte*>(moved);
+      from_locker_ = true;
+    }
+    locker_ = locker;
+    return "";
+  }
+
  private:
   std::byte* data_ = nullptr;
   int64_t bytes_ = 0;
+  std::shared_ptr<HostLocker> locker_;  // set: page-locked
+  bool from_locker_ = false;
 };
 
 // Written ranges of a part, merged: [begin] -> end.
@@ -152,6 +179,25 @@ std::span<const std::byte> HostArena::blob(int layer) const {
 std::span<std::byte> HostArena::part(int layer, int part) {
   const ArenaPart& found = impl_->part(layer, part);
   return {impl_->at(layer).blob->data() + found.offset, static_cast<size_t>(found.bytes)};
+}
+
+void HostArena::require_memory() const {
+  const posix::SystemLimits limits = posix::system_limits();
+  const bool group = limits.group_available_bytes >= 0 && limits.group_available_bytes < limits.available_bytes;
+  const int64_t available = group ? limits.group_available_bytes : limits.available_bytes;
+  if (bytes() > available)
+    fail(ErrorKind::kOutOfMemory, "the streamed layers need ", bytes(), " bytes of host memory, ", available, " are available in this ",
+         group ? "control group" : "system", "; free memory, raise the limit, or stream a smaller model");
+}
+
+PinReport HostArena::pin(std::shared_ptr<HostLocker> locker) {
+  PinReport report;
+  for (const Layer& layer : impl_->layers) {
+    if (!layer.blob->pinned()) report.reason = layer.blob->pin(locker);
+    if (!report.reason.empty()) break;
+    report.bytes += impl_->layouts[layer.layout]->bytes;
+  }
+  return report;
 }
 
 int64_t HostArena::bytes() const { return impl_->bytes; }

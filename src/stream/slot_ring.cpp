@@ -159,6 +159,7 @@ bool SlotRing::acquire(int layer, Order order, ComputeStream compute, std::chron
   uint64_t& mask = refilled == nullptr ? ignored : *refilled;
   const std::lock_guard lock(impl_->mutex);
   impl_->require_layer(layer);
+  impl_->engine->enter(compute);
   RingSlot& slot = impl_->slots[impl_->slot_of(layer)];
   if (slot.layer == layer && (slot.state == SlotState::kHeld || slot.state == SlotState::kReleased)) {
     impl_->stats.hits++;
@@ -179,6 +180,7 @@ void SlotRing::release(int layer, ComputeStream compute) {
   RingSlot& slot = impl_->slots[index];
   if (slot.layer != layer || (slot.state != SlotState::kHeld && slot.state != SlotState::kReleased))
     return;  // refilled since: nothing is held
+  impl_->engine->enter(compute);
   impl_->engine->record_free(index, compute);
   release_slot(slot.id);
   slot.state = SlotState::kReleased;
@@ -206,6 +208,7 @@ RingStats SlotRing::stats() const {
   return impl_->stats;
 }
 
+ComputeStream SlotRing::copy_stream() const { return impl_->engine->copy_stream(); }
 int SlotRing::slots() const { return static_cast<int>(impl_->slots.size()); }
 
 }  // namespace nybble

@@ -23,6 +23,8 @@ class _Options(ctypes.Structure):
     _fields_ = [
         ("prefetch", c_int32),
         ("poison", c_int32),
+        ("on_cuda", c_int32),
+        ("device", c_int32),
         ("land_at_wait", c_int32),
         ("delay_us", c_int64),
         ("chunk_bytes", c_int64),
@@ -66,6 +68,8 @@ _SIGNATURES = {
     "nybble_arena_fill_tensor": [c_void_p, c_int32, c_int32, c_void_p, c_char_p],
     "nybble_arena_part": [c_void_p, c_int32, c_int32, POINTER(c_void_p), POINTER(c_int64)],
     "nybble_arena_size": [c_void_p, POINTER(c_int32), POINTER(c_int64), POINTER(c_int64)],
+    "nybble_arena_require_memory": [c_void_p],
+    "nybble_arena_pin": [c_void_p, POINTER(c_int64), POINTER(c_char_p)],
     "nybble_ring_new": [
         c_void_p,
         POINTER(c_int64),
@@ -79,6 +83,7 @@ _SIGNATURES = {
     "nybble_ring_acquire": [c_void_p, c_int32, c_int32, c_void_p, c_int64, POINTER(c_int32), POINTER(c_uint64)],
     "nybble_ring_release": [c_void_p, c_int32, c_void_p],
     "nybble_ring_reset": [c_void_p],
+    "nybble_ring_copy_stream": [c_void_p, POINTER(c_void_p)],
     "nybble_ring_status": [c_void_p, c_int32, POINTER(_Status)],
     "nybble_ring_get_stats": [c_void_p, POINTER(_Stats)],
 }
@@ -179,6 +184,18 @@ class Arena:
         buffer.arena = self
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
+    def require_memory(self) -> None:
+        """torch.OutOfMemoryError when host memory does not suffice for all layers. Before the first fill."""
+        check(lib.nybble_arena_require_memory(self.handle))
+
+    def pin(self) -> tuple[int, str]:
+        """Page-locks the layers for a GPU. Bytes that are locked, and why not all are ("": all). After the last
+        fill and before part(): layers may move.
+        """
+        pinned, reason = c_int64(), c_char_p()
+        check(lib.nybble_arena_pin(self.handle, byref(pinned), byref(reason)))
+        return pinned.value, reason.value.decode()
+
     def size(self) -> tuple[int, int, int]:
         """Layers, bytes of all of them, bytes of the largest."""
         layers, total, largest = c_int32(), c_int64(), c_int64()
@@ -202,13 +219,24 @@ class Ring:
         chunk_bytes: int = 0,
         observer: Callable[[int, int, int, int], bool] | None = None,
     ):
-        """observer(layer, slot, begin, end): called on the copying thread before those bytes of the layer are
-        written; True fails the refill there.
+        """observer(layer, slot, begin, end): called before those bytes of the layer are copied, on the copying thread
+        (CUDA: the acquiring one, before they are enqueued; it must not call the ring); True fails the refill there.
         """
         self.slots = list(slots)
         self.arena = arena
         handler = _Observer(lambda _, *where: int(bool(observer(*where)))) if observer else _Observer()
-        options = _Options(prefetch, poison, land_at_wait, delay_us, chunk_bytes, handler, None)
+        device = self.slots[0].device
+        options = _Options(
+            prefetch,
+            poison,
+            device.type == "cuda",
+            device.index or 0,
+            land_at_wait,
+            delay_us,
+            chunk_bytes,
+            handler,
+            None,
+        )
         bases = (c_void_p * len(self.slots))(*[slot.data_ptr() for slot in self.slots])
         handle = c_void_p()
         check(
@@ -252,6 +280,12 @@ class Ring:
 
     def reset(self) -> None:
         check(lib.nybble_ring_reset(self.handle))
+
+    def copy_stream(self) -> int | None:
+        """The cudaStream_t that refills go through; None on the CPU."""
+        stream = c_void_p()
+        check(lib.nybble_ring_copy_stream(self.handle, byref(stream)))
+        return stream.value
 
     def status(self, slot: int) -> dict:
         status = _Status()

@@ -34,11 +34,26 @@ class Fetcher:
         self.layers = layers
         self.window = window
         self._cuda_index = device.index or 0 if device.type == "cuda" else None
+        self._streams: set[int] = set()  # that visits ran on, beside the one that the slots were allocated on
+        if self._cuda_index is not None:
+            self._streams.add(torch._C._cuda_getCurrentRawStream(self._cuda_index))
         self._last = -1  # the layer of the last acquire that succeeded: surely in its slot
         self._open_backward = -1
 
     def _stream(self) -> int | None:
-        return None if self._cuda_index is None else torch._C._cuda_getCurrentRawStream(self._cuda_index)
+        if self._cuda_index is None:
+            return None
+        stream = torch._C._cuda_getCurrentRawStream(self._cuda_index)
+        if stream not in self._streams:
+            self._saw(stream)
+        return stream
+
+    def _saw(self, stream: int) -> None:
+        """Has torch give the slots' memory away only after what this stream holds by then."""
+        external = torch.cuda.ExternalStream(stream, self.ring.slots[0].device)
+        for slot in self.ring.slots:
+            slot.record_stream(external)
+        self._streams.add(stream)
 
     def acquire(self, layer: int, order: int) -> None:
         self._last = -1

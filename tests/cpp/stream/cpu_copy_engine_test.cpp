@@ -21,7 +21,7 @@ struct Buffers {
 TEST(CpuCopyEngine, CopiesInTheBackgroundWhileTheCallerWorks) {
   std::atomic<bool> started{false};
   std::atomic<bool> finish{false};
-  CpuCopyOptions options;
+  CopyOptions options;
   options.observer = [&](int, int, int64_t, int64_t) {
     started = true;
     while (!finish) std::this_thread::yield();
@@ -40,7 +40,7 @@ TEST(CpuCopyEngine, CopiesInTheBackgroundWhileTheCallerWorks) {
 
 TEST(CpuCopyEngine, LandsAtTheLatestLegalMomentWhenAsked) {
   for (const bool late : {true, false}) {
-    CpuCopyOptions options;
+    CopyOptions options;
     std::atomic<bool> copied{false};
     options.land_at_wait = late;
     options.observer = [&](int, int, int64_t, int64_t) { copied = true; };
@@ -59,7 +59,7 @@ TEST(CpuCopyEngine, LandsAtTheLatestLegalMomentWhenAsked) {
 }
 
 TEST(CpuCopyEngine, DelaysEachRefill) {
-  CpuCopyOptions options;
+  CopyOptions options;
   options.delay = std::chrono::milliseconds(15);
   const auto engine = make_cpu_copy_engine(1, options);
   Buffers buffers(100);
@@ -73,13 +73,13 @@ TEST(CpuCopyEngine, WaitingForNoRefillAndBadOptionsAreErrors) {
   const auto engine = make_cpu_copy_engine(1);
   EXPECT_NE(error_of(ErrorKind::kValue, [&] { engine->wait_ready(0, nullptr, kPatience); }), "");
   EXPECT_NE(error_of(ErrorKind::kValue, [] { make_cpu_copy_engine(0); }), "");
-  CpuCopyOptions options;
-  options.chunk_bytes = 0;
+  CopyOptions options;
+  options.chunk_bytes = -1;
   EXPECT_NE(error_of(ErrorKind::kValue, [&] { make_cpu_copy_engine(1, options); }), "");
 }
 
 TEST(CpuCopyEngine, CancelBeforeDuringAndAfterACopy) {
-  CpuCopyOptions options;
+  CopyOptions options;
   options.land_at_wait = true;
   const auto engine = make_cpu_copy_engine(2, options);
   Buffers buffers(1000);

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <stdexcept>
 
+#include "race_detector.h"
 #include "ring_fixture.h"
 
 namespace nybble {
@@ -16,8 +17,8 @@ struct Fault {
   int64_t at = 0;
   std::atomic<int> left{1};
 
-  CpuCopyOptions options(bool late) {
-    CpuCopyOptions copy;
+  CopyOptions options(bool late) {
+    CopyOptions copy;
     copy.chunk_bytes = kChunk;
     copy.land_at_wait = late;
     copy.observer = [this](int copied, int, int64_t begin, int64_t) {
@@ -27,14 +28,29 @@ struct Fault {
   }
 };
 
-class RefillFailure : public ::testing::TestWithParam<bool> {};
+struct Engine {
+  const char* name;
+  bool cuda;
+  bool late;
+};
+
+class RefillFailure : public ::testing::TestWithParam<Engine> {
+ protected:
+  std::unique_ptr<CopyEngine> engine(Fault& fault) {
+    CopyOptions copy = fault.options(GetParam().late);
+    return GetParam().cuda ? make_fake_cuda_engine(runtime_, 2, std::move(copy)) : make_cpu_copy_engine(2, std::move(copy));
+  }
+
+ private:
+  FakeRuntime runtime_;
+};
 
 TEST_P(RefillFailure, AtAnyByteRangeOfAnAcquireRaisesOnceAndTheRetryIsExact) {
   for (int64_t at = 0; at < kLayerBytes; at += kChunk) {
     Fault fault;
     fault.layer = 3;
     fault.at = at;
-    Streamed model(4, 2, fault.options(GetParam()), {false, false}, kLayerBytes);
+    Streamed model(4, 2, engine(fault), {false, false}, kLayerBytes);
     model.acquire(1);
     ASSERT_TRUE(model.reads_exactly(1));
     EXPECT_THROW(model.acquire(3), std::runtime_error);
@@ -57,7 +73,7 @@ TEST_P(RefillFailure, TheLayerThatWasInTheSlotIsRefilledNotReused) {
     Fault fault;
     fault.layer = 3;
     fault.at = at;
-    Streamed model(4, 2, fault.options(GetParam()), {false, false}, kLayerBytes);
+    Streamed model(4, 2, engine(fault), {false, false}, kLayerBytes);
     model.acquire(1);
     model.ring().release(1, nullptr);
     EXPECT_THROW(model.acquire(3), std::runtime_error);
@@ -78,7 +94,7 @@ TEST_P(RefillFailure, OfAPrefetchIsRaisedByTheAcquireThatNeedsTheLayer) {
       Fault fault;
       fault.layer = c.fails;
       fault.at = at;
-      Streamed model(4, 2, fault.options(GetParam()), {true, false}, kLayerBytes);
+      Streamed model(4, 2, engine(fault), {true, false}, kLayerBytes);
       model.acquire(c.layer, c.order);
       ASSERT_TRUE(model.reads_exactly(c.layer));
       EXPECT_THROW(model.acquire(c.fails, c.order), std::runtime_error) << at;
@@ -92,7 +108,7 @@ TEST_P(RefillFailure, OfAPrefetchIsRaisedByTheAcquireThatNeedsTheLayer) {
 TEST_P(RefillFailure, OfAnUnusedPrefetchHurtsNobody) {
   Fault fault;
   fault.layer = 1;
-  Streamed model(4, 2, fault.options(GetParam()), {true, false}, kLayerBytes);
+  Streamed model(4, 2, engine(fault), {true, false}, kLayerBytes);
   model.acquire(0);
   model.acquire(3);
   EXPECT_TRUE(model.reads_exactly(3));
@@ -103,20 +119,23 @@ TEST_P(RefillFailure, ThatRepeatsRaisesEveryTime) {
   Fault fault;
   fault.layer = 0;
   fault.left = 3;
-  Streamed model(2, 2, fault.options(GetParam()), {false, false}, kLayerBytes);
+  Streamed model(2, 2, engine(fault), {false, false}, kLayerBytes);
   for (int i = 0; i < 3; i++) EXPECT_THROW(model.acquire(0), std::runtime_error);
   model.acquire(0);
   EXPECT_TRUE(model.reads_exactly(0));
 }
 
-INSTANTIATE_TEST_SUITE_P(EagerAndLate, RefillFailure, ::testing::Bool());
+INSTANTIATE_TEST_SUITE_P(EveryEngine, RefillFailure,
+                         ::testing::Values(Engine{"cpu", false, false}, Engine{"cpu_late", false, true}, Engine{"cuda", true, false},
+                                           Engine{"cuda_late", true, true}),
+                         [](const auto& info) { return info.param.name; });
 
 // A refill cancelled at any byte range by one of another layer.
 TEST(Cancel, ARefillReplacedWhileItCopiesLeavesNoByteBehind) {
   for (int64_t at = 0; at < kLayerBytes; at += kChunk) {
     std::atomic<bool> reached{false};
     std::atomic<bool> go_on{false};
-    CpuCopyOptions copy;
+    CopyOptions copy;
     copy.chunk_bytes = kChunk;
     copy.observer = [&](int layer, int, int64_t begin, int64_t) {
       if (layer != 1 || begin != at) return;
@@ -138,7 +157,7 @@ TEST(Cancel, ARefillReplacedWhileItCopiesLeavesNoByteBehind) {
 }
 
 TEST(Cancel, ResetStopsARefillAndTheNextVisitIsExact) {
-  CpuCopyOptions copy;
+  CopyOptions copy;
   copy.delay = std::chrono::seconds(30);
   Streamed model(4, 2, copy, {false, false}, kLayerBytes);
   EXPECT_FALSE(model.ring().acquire(0, Order::kForward, nullptr, std::chrono::milliseconds(5), nullptr));

@@ -20,7 +20,7 @@ inline std::byte pattern(int layer, int64_t offset) { return static_cast<std::by
 // `layers` layers of layer_bytes in host memory, `window` slots with guard bytes behind each.
 class Streamed {
  public:
-  Streamed(int layers, int window, CpuCopyOptions copy = {}, RingOptions options = {}, int64_t layer_bytes = 4096)
+  Streamed(int layers, int window, CopyOptions copy = {}, RingOptions options = {}, int64_t layer_bytes = 4096)
       : Streamed(layers, window, make_cpu_copy_engine(window, std::move(copy)), options, layer_bytes) {}
 
   Streamed(int layers, int window, std::unique_ptr<CopyEngine> engine, RingOptions options = {}, int64_t layer_bytes = 4096)

@@ -75,7 +75,7 @@ TEST(SlotRing, EveryVisitOfAStepReadsItsOwnLayer) {
   for (const bool late : {false, true}) {
     for (const bool prefetch : {false, true}) {
       for (const int window : {1, 2, 3, 5, 7}) {
-        CpuCopyOptions copy;
+        CopyOptions copy;
         copy.land_at_wait = late;
         copy.chunk_bytes = 1000;
         Streamed model(7, window, copy, {prefetch, true});
@@ -111,7 +111,7 @@ TEST(SlotRing, OneFlippedBitOrOneGuardByteFailsTheByteCheck) {
 }
 
 TEST(SlotRing, PassesThatWrapAroundReadEveryLayerExactly) {
-  Streamed model(5, 3, CpuCopyOptions{}, {true, true});
+  Streamed model(5, 3, CopyOptions{}, {true, true});
   for (int token = 0; token < 4; token++) {
     for (int layer = 0; layer < 5; layer++) {
       model.acquire(layer, Order::kRepeat);
@@ -121,7 +121,7 @@ TEST(SlotRing, PassesThatWrapAroundReadEveryLayerExactly) {
 }
 
 TEST(SlotRing, AStaleReadAndAnInFlightReadAreErrors) {
-  CpuCopyOptions copy;
+  CopyOptions copy;
   copy.land_at_wait = true;
   Streamed model(4, 2, copy);
   model.acquire(0);
@@ -151,7 +151,7 @@ TEST(SlotRing, AnOwnerSetAtIssueWouldBeBlindToAReadInFlight) {
 }
 
 TEST(SlotRing, PoisonMakesEveryUnlandedByteVisible) {
-  CpuCopyOptions copy;
+  CopyOptions copy;
   copy.land_at_wait = true;
   for (const bool poison : {true, false}) {
     Streamed model(4, 2, copy, {true, poison});
@@ -230,7 +230,7 @@ TEST(SlotRing, ManyRingsAndThreadsVerifyAtOnce) {
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; t++) {
     threads.emplace_back([&] {
-      Streamed model(5, 2, CpuCopyOptions{}, {true, true});
+      Streamed model(5, 2, CopyOptions{}, {true, true});
       for (int round = 0; round < 40; round++) {
         for (int layer = 0; layer < 5; layer++) {
           model.acquire(layer, Order::kRepeat);

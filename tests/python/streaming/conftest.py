@@ -8,8 +8,9 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-from tiny_models import write_store
+from tiny_models import Store, write_store
 
+import nybble
 from nybble._library import lib
 
 
@@ -24,13 +25,22 @@ def one_thread():
     lib.nybble_set_num_threads(before[1])
 
 
-@pytest.fixture(scope="session")
-def stores(tmp_path_factory):
-    made = {}
+@pytest.fixture(scope="session", params=["cpu", "cuda"])
+def stores(request, tmp_path_factory):
+    """stores(family): its folder, on each device in turn."""
+    if request.param == "cuda" and not (torch.cuda.is_available() and nybble.build_info()["cuda"] is not None):
+        pytest.skip("no GPU, or nybble was built without CUDA")
 
-    def get(family: str = "llama") -> str:
-        if family not in made:
-            made[family] = write_store(tmp_path_factory.mktemp(family), family)
-        return made[family]
+    def get(family: str = "llama") -> Store:
+        if family not in _folders:
+            _folders[family] = write_store(tmp_path_factory.mktemp(family), family)
+        store = Store(_folders[family])
+        store.device = torch.device(request.param)
+        return store
 
-    return get
+    # Other attention backends add in an order that changes from run to run.
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        yield get
+
+
+_folders: dict[str, str] = {}  # by family; the bytes are the same for every device

@@ -14,6 +14,7 @@ from tiny_models import (
     loss_of,
     resident_model,
     step,
+    streamed_model,
     with_adapters,
 )
 
@@ -29,7 +30,7 @@ def resident(stores):
 
 @pytest.fixture(scope="module", params=[2, 3])
 def streamed(request, stores):
-    return with_adapters(nybble.stream(None, stores(), window=request.param, **LATE))
+    return with_adapters(streamed_model(stores(), window=request.param, **LATE))
 
 
 @pytest.fixture(scope="module")
@@ -72,19 +73,19 @@ def test_gradients_equal_in_every_checkpoint_mode(expected_step, streamed, reent
 def test_other_families_equal(stores, family):
     store = stores(family)
     expected = step(checkpointed(with_adapters(resident_model(store), ALL_LINEARS)))
-    found = step(checkpointed(with_adapters(nybble.stream(None, store, **LATE), ALL_LINEARS)))
+    found = step(checkpointed(with_adapters(streamed_model(store, **LATE), ALL_LINEARS)))
     assert_equal(found, expected, at_least=14 * LAYERS)
 
 
 @pytest.mark.parametrize("window", [1, 2, 4, LAYERS, 64])
 def test_other_windows_and_prompt_copies_equal(stores, resident, window):
-    streamed = checkpointed(with_adapters(nybble.stream(None, stores(), window=window, chunk_bytes=4096)))
+    streamed = checkpointed(with_adapters(streamed_model(stores(), window=window, chunk_bytes=4096)))
     assert_equal(step(streamed), step(checkpointed(resident)), at_least=4 * LAYERS)
     assert nybble.memory_stats(streamed)["window"] == min(window, LAYERS)
 
 
 def test_evaluation_and_generation_equal(resident, streamed):
-    ids = batches(1)[0]
+    ids = batches(1, resident.device)[0]
     for model in (resident, streamed):
         model.eval()
         model.disable_input_require_grads()
@@ -102,7 +103,7 @@ def test_evaluation_and_generation_equal(resident, streamed):
 
 def preference_step(model) -> dict:
     """Two live graphs, a reference pass without adapters between them and generation before the backward."""
-    chosen, rejected = batches(2)
+    chosen, rejected = batches(2, model.device)
     model.zero_grad(set_to_none=True)
     good = loss_of(model, chosen)
     with torch.no_grad(), model.disable_adapter():
@@ -148,7 +149,7 @@ def test_kept_activations_equal_without_checkpointing(stores, training):
         model.train(training)
         return step(model)
 
-    streamed = with_adapters(nybble.stream(None, stores(), activations="keep", **LATE), ALL_LINEARS)
+    streamed = with_adapters(streamed_model(stores(), activations="keep", **LATE), ALL_LINEARS)
     assert_equal(run(streamed), run(with_adapters(resident_model(stores()), ALL_LINEARS)), at_least=14 * LAYERS)
     stats = nybble.memory_stats(streamed)
     assert stats["visits"] >= 2 * LAYERS - 1
@@ -159,7 +160,7 @@ def test_lora_dropout_draws_the_same_numbers(stores):
         torch.manual_seed(11)
         return step(checkpointed(with_adapters(model, dropout=0.1)))
 
-    assert_equal(run(nybble.stream(None, stores(), **LATE)), run(resident_model(stores())), at_least=4 * LAYERS)
+    assert_equal(run(streamed_model(stores(), **LATE)), run(resident_model(stores())), at_least=4 * LAYERS)
 
 
 def test_gradients_stop_where_no_adapter_is_below(stores, resident):
@@ -175,7 +176,7 @@ def test_gradients_stop_where_no_adapter_is_below(stores, resident):
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_("lora_" in name)
 
-    streamed = with_adapters(nybble.stream(None, stores(), **LATE))
+    streamed = with_adapters(streamed_model(stores(), **LATE))
     assert_equal(run(streamed), run(resident), at_least=5)
     assert nybble.memory_stats(streamed)["visits"] == LAYERS + 3
     assert_equal(step(checkpointed(streamed)), step(checkpointed(resident)), at_least=4 * LAYERS)
@@ -184,7 +185,7 @@ def test_gradients_stop_where_no_adapter_is_below(stores, resident):
 def test_adapters_around_a_model_loaded_in_4_bit_equal(stores, resident):
     """PEFT first, streaming afterwards: the resident weights are given up, the adapters stay."""
     wrapped = with_adapters(resident_model(stores()))
-    streamed = nybble.stream(wrapped, stores(), **LATE)
+    streamed = nybble.stream(wrapped, stores(), **LATE)  # device: the model's
     assert streamed is wrapped
     assert_equal(step(checkpointed(streamed)), step(checkpointed(resident)), at_least=4 * LAYERS)
     assert nybble.memory_stats(streamed)["visits"] == 2 * LAYERS

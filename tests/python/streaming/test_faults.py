@@ -15,6 +15,7 @@ from tiny_models import (
     loss_of,
     resident_model,
     step,
+    streamed_model,
     with_adapters,
 )
 
@@ -63,14 +64,14 @@ def wrong_layers(found: dict, expected: dict) -> str:
 @pytest.mark.parametrize("window", [2, 3])
 def test_a_weight_on_ctx_is_silently_wrong_without_the_owner_check(stores, expected, window, monkeypatch):
     monkeypatch.setattr(modules, "multiply", unsafe(check_owner=False))
-    found = step(checkpointed(with_adapters(nybble.stream(None, stores(), window=window, **LATE))))
+    found = step(checkpointed(with_adapters(streamed_model(stores(), window=window, **LATE))))
     assert torch.equal(found["loss 0"], expected["loss 0"])
     assert wrong_layers(found, expected) == "X" * (LAYERS - window) + "." * window
 
 
 def test_a_weight_on_ctx_raises_with_the_owner_check(stores, monkeypatch):
     monkeypatch.setattr(modules, "multiply", unsafe(check_owner=True))
-    streamed = checkpointed(with_adapters(nybble.stream(None, stores(), **LATE)))
+    streamed = checkpointed(with_adapters(streamed_model(stores(), **LATE)))
     with pytest.raises(RuntimeError, match=r"weight model\.layers\.2\.mlp\.down_proj expected, slot holds nothing"):
         step(streamed)
 
@@ -81,13 +82,13 @@ def test_adapters_on_every_linear_hide_the_defect(stores, monkeypatch):
     """
     want = step(checkpointed(with_adapters(resident_model(stores()), ALL_LINEARS)))
     monkeypatch.setattr(modules, "multiply", unsafe(check_owner=False))
-    found = step(checkpointed(with_adapters(nybble.stream(None, stores(), **LATE), ALL_LINEARS)))
+    found = step(checkpointed(with_adapters(streamed_model(stores(), **LATE), ALL_LINEARS)))
     assert wrong_layers(found, want) == "." * LAYERS
 
 
 def test_fetching_in_an_instance_forward_raises_or_is_exact(stores, expected):
     """Since transformers 5.23 a recompute runs the class's forward only; elsewhere the placement happens to work."""
-    model = with_adapters(nybble.stream(None, stores(), **LATE))
+    model = with_adapters(streamed_model(stores(), **LATE))
     for layer in model.get_base_model().model.layers:
         visit = layer.__dict__.pop("_nybble_visit")
         layer.__class__ = type(layer).__mro__[1]
@@ -111,7 +112,7 @@ def test_fetching_in_an_instance_forward_raises_or_is_exact(stores, expected):
 
 
 def test_training_without_checkpoints_says_what_to_do(stores, expected):
-    model = with_adapters(nybble.stream(None, stores(), **LATE)).train()
+    model = with_adapters(streamed_model(stores(), **LATE)).train()
     with pytest.raises(
         nybble.StaleWeightError, match=r"(?s)layers\.0 runs with gradients but without checkpointing.*window"
     ):
@@ -121,7 +122,7 @@ def test_training_without_checkpoints_says_what_to_do(stores, expected):
 
 
 def test_a_backward_in_eval_mode_names_the_weight_and_the_remedy(stores):
-    model = with_adapters(nybble.stream(None, stores(), **LATE)).eval()
+    model = with_adapters(streamed_model(stores(), **LATE)).eval()
     loss = loss_of(model, batches(1)[0])
     with pytest.raises(
         RuntimeError, match=r"layers\.2\.mlp\.down_proj expected, slot holds .*checkpointing on every layer"
@@ -131,7 +132,7 @@ def test_a_backward_in_eval_mode_names_the_weight_and_the_remedy(stores):
 
 def test_without_checkpoint_and_without_our_hooks_autograd_itself_raises(stores):
     """The second line of defence: a refill bumps the version of what a plain graph saved."""
-    model = with_adapters(nybble.stream(None, stores(), **LATE)).eval()
+    model = with_adapters(streamed_model(stores(), **LATE)).eval()
     for layer in model.get_base_model().model.layers:
         layer._nybble_visit._must_scope = lambda *_: False
     loss = loss_of(model, batches(1)[0])
@@ -140,11 +141,11 @@ def test_without_checkpoint_and_without_our_hooks_autograd_itself_raises(stores)
 
 
 def test_reads_of_a_stale_slot_and_of_one_in_flight_raise(stores):
-    model = nybble.stream(None, stores(), **LATE)
+    model = streamed_model(stores(), **LATE)
     layers = model.model.layers
-    x = torch.randn(3, 64, requires_grad=True)
+    x = torch.randn(3, 64, device=model.device, requires_grad=True)
     with torch.no_grad():
-        model(input_ids=batches(1)[0])  # the last layers are held: 3 in slot 1, 4 in slot 0
+        model(input_ids=batches(1, model.device)[0])  # the last layers are held: 3 in slot 1, 4 in slot 0
     assert layers[4].mlp.up_proj(x).shape == (3, 160)
     with pytest.raises(nybble.StaleWeightError, match=r"layers\.2\.mlp\.up_proj expected, slot holds model\.layers\.4"):
         layers[2].mlp.up_proj(x)
@@ -186,7 +187,7 @@ def interruptible(request, stores):
     interruption = Interruption()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may have it ignored
     options = {"land_at_wait": request.param, "chunk_bytes": CHUNK, "observer": interruption, "poison": True}
-    yield checkpointed(with_adapters(nybble.stream(None, stores(), **options))), interruption
+    yield checkpointed(with_adapters(streamed_model(stores(), **options))), interruption
     signal.signal(signal.SIGINT, before)
 
 

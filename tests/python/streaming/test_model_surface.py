@@ -17,11 +17,13 @@ from safetensors.torch import load_file, save_file
 from tiny_models import (
     ALL_LINEARS,
     LAYERS,
+    Store,
     assert_equal,
     batches,
     checkpointed,
     resident_model,
     step,
+    streamed_model,
     with_adapters,
 )
 
@@ -32,7 +34,7 @@ LATE = {"poison": True, "land_at_wait": True}
 
 @pytest.fixture
 def streamed(stores):
-    return nybble.stream(None, stores(), **LATE)
+    return streamed_model(stores(), **LATE)
 
 
 def test_no_tensor_stays_on_meta_and_flags_say_4_bit(streamed):
@@ -41,12 +43,12 @@ def test_no_tensor_stays_on_meta_and_flags_say_4_bit(streamed):
     assert not any(tensor.is_meta for tensor in tensors)
     assert streamed.is_loaded_in_4bit and streamed.is_quantized and streamed.hf_quantizer.is_trainable
     assert streamed.quantization_method == "bitsandbytes"
-    assert streamed.hf_device_map == {"": torch.device("cpu")}
+    assert streamed.hf_device_map == {"": streamed.device}
     assert type(streamed.model.layers[0]).__name__ == "LlamaDecoderLayer"
     assert isinstance(streamed.model.layers[0], transformers.models.llama.modeling_llama.LlamaDecoderLayer)
     lora = with_adapters(streamed).base_model.model.model.layers[0].self_attn.q_proj
     assert type(lora) is peft.tuners.lora.bnb.Linear4bit
-    assert lora.lora_A["default"].weight.device.type == "cpu"
+    assert lora.lora_A["default"].weight.device == streamed.device
 
 
 def test_memory_stats_count_slots_and_not_the_model(streamed):
@@ -69,7 +71,7 @@ def test_state_dict_equals_the_resident_models(stores, streamed, wrapped):
     assert list(found) == list(expected)
     assert len(found) > 6 * 7 * LAYERS
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(found[name].to(tensor.device), tensor), name
         assert found[name].dtype == tensor.dtype, name
 
 
@@ -81,7 +83,7 @@ def test_saving_keeps_every_key_and_loads_again(stores, streamed, tmp_path):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     buffer = io.BytesIO()
     torch.save(streamed.state_dict(), buffer)
-    reloaded = nybble.stream(None, tmp_path / "saved", **LATE)
+    reloaded = nybble.stream(None, tmp_path / "saved", device=stores().device, **LATE)
     assert_equal(
         step(checkpointed(with_adapters(reloaded))), step(checkpointed(with_adapters(streamed))), at_least=4 * LAYERS
     )
@@ -92,7 +94,8 @@ def test_adapters_save_and_load_into_a_resident_model(stores, streamed, tmp_path
     model.save_pretrained(tmp_path)
     other = peft.PeftModel.from_pretrained(resident_model(stores()), tmp_path).eval()
     with torch.no_grad():
-        assert torch.equal(model(batches(1)[0]).logits, other(batches(1)[0]).logits)
+        ids = batches(1, model.device)[0]
+        assert torch.equal(model(ids).logits, other(ids).logits)
 
 
 def test_loading_base_weights_is_refused_and_adapters_load(streamed):
@@ -114,7 +117,7 @@ def test_copies_pickles_and_merges_are_refused(streamed):
         with pytest.raises(nybble.StaleWeightError, match=r"was read outside of its layer's forward.*nybble\.unstream"):
             attempt()
     with torch.no_grad():
-        assert torch.isfinite(model(batches(1)[0]).logits).all()
+        assert torch.isfinite(model(batches(1, model.device)[0]).logits).all()
 
 
 def test_dora_start_values_are_refused(streamed):
@@ -127,17 +130,22 @@ def test_another_parameter_in_a_streamed_module_is_an_error(streamed):
     linear = streamed.model.layers[1].mlp.up_proj
     linear.weight = bnb.nn.Params4bit(linear.weight.data.clone(), requires_grad=False, bnb_quantized=True)
     with pytest.raises(nybble.StaleWeightError, match=r"layers\.1\.mlp\.up_proj left the ring"):
-        streamed(batches(1)[0])
+        streamed(batches(1, streamed.device)[0])
 
 
 def test_casts_leave_slots_alone(stores, streamed):
     before = [p.data_ptr() for p in streamed.parameters() if isinstance(p, bnb.nn.Params4bit)]
-    for target in ("cpu", torch.float64, torch.float32):  # transformers' own .to() refuses dtypes of 4-bit models
+    for target in (
+        streamed.device,
+        torch.float64,
+        torch.float32,
+    ):  # transformers' own .to() refuses dtypes of 4-bit models
         torch.nn.Module.to(streamed, target)
     assert streamed.model.norm.weight.dtype == torch.float32
     assert [p.data_ptr() for p in streamed.parameters() if isinstance(p, bnb.nn.Params4bit)] == before
     with torch.no_grad():
-        assert torch.equal(streamed(batches(1)[0]).logits, resident_model(stores())(batches(1)[0]).logits)
+        ids = batches(1, streamed.device)[0]
+        assert torch.equal(streamed(ids).logits, resident_model(stores())(ids).logits)
 
 
 def test_unstream_gives_a_resident_model_with_the_same_bytes(stores, streamed):
@@ -169,7 +177,7 @@ def test_a_model_that_is_gone_gives_its_slots_back(stores):
     import gc
     import weakref
 
-    model = nybble.stream(None, stores())
+    model = streamed_model(stores())
     ring = weakref.ref(model._nybble_streamed.ring)
     del model
     gc.collect()
@@ -181,7 +189,7 @@ def test_a_dense_model_and_a_config_stream_as_the_store_itself(stores):
     config = transformers.AutoConfig.from_pretrained(stores())
     expected = step(checkpointed(with_adapters(resident_model(stores()))))
     for start in (dense, config):
-        model = nybble.stream(start, stores(), **LATE)
+        model = nybble.stream(start, stores(), device=stores().device, **LATE)
         assert_equal(step(checkpointed(with_adapters(model))), expected, at_least=4 * LAYERS)
     assert nybble.memory_stats(dense)["visits"] == 2 * LAYERS
 
@@ -194,7 +202,7 @@ def test_a_store_that_lacks_a_tensor_leaves_the_model_unstreamed(stores, tmp_pat
     assert type(model.model.layers[0]) is transformers.models.llama.modeling_llama.LlamaDecoderLayer
     assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
     expected = step(checkpointed(with_adapters(resident_model(stores()))))
-    found = step(checkpointed(with_adapters(nybble.stream(model.eval(), stores(), **LATE))))
+    found = step(checkpointed(with_adapters(nybble.stream(model.eval(), stores(), device=stores().device, **LATE))))
     assert_equal(found, expected, at_least=4 * LAYERS)
 
 
@@ -211,7 +219,7 @@ def test_float_adapters_and_other_architectures_are_refused(stores, tmp_path):
         ({"activations": ["keep"]}, f"each of {LAYERS} layers"),
     ):
         with pytest.raises(ValueError, match=message):
-            nybble.stream(None, stores(), **arguments)
+            streamed_model(stores(), **arguments)
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         nybble.stream(None, tmp_path)
 
@@ -263,6 +271,8 @@ def test_a_damaged_store_is_refused(stores, tmp_path, fault):
 
 
 def test_trainer_takes_the_same_three_steps(stores, tmp_path):
+    store = stores()
+
     def train(model):
         arguments = transformers.TrainingArguments(
             tmp_path / "run",
@@ -275,7 +285,7 @@ def test_trainer_takes_the_same_three_steps(stores, tmp_path):
             logging_steps=1,
             save_strategy="no",
             report_to=[],
-            use_cpu=True,
+            use_cpu=store.device.type == "cpu",
             seed=1,
         )
         data = [{"input_ids": row, "labels": row} for ids in batches(6) for row in ids]
@@ -286,7 +296,7 @@ def test_trainer_takes_the_same_three_steps(stores, tmp_path):
 
     start = {n: p.detach().clone() for n, p in with_adapters(resident_model(stores())).named_parameters()}
     expected, found = (
-        train(with_adapters(model)) for model in (resident_model(stores()), nybble.stream(None, stores(), **LATE))
+        train(with_adapters(model)) for model in (resident_model(stores()), streamed_model(stores(), **LATE))
     )
     assert found[0] == expected[0] and len(found[0]) == 3
     assert_equal(found[1], expected[1], at_least=4 * LAYERS)
@@ -299,6 +309,8 @@ def test_a_store_written_by_the_command_streams(stores, tmp_path):
         pytest.skip("not run: the nybble command is not built here")
     dense = pathlib.Path(stores()).parent / "dense"
     subprocess.run([command, "quantize", dense, tmp_path / "store"], check=True, capture_output=True)
-    streamed = step(checkpointed(with_adapters(nybble.stream(None, tmp_path / "store", **LATE))))
-    resident = step(checkpointed(with_adapters(resident_model(str(tmp_path / "store")))))
+    store = Store(tmp_path / "store")
+    store.device = stores().device
+    streamed = step(checkpointed(with_adapters(streamed_model(store, **LATE))))
+    resident = step(checkpointed(with_adapters(resident_model(store))))
     assert_equal(streamed, resident, at_least=4 * LAYERS)

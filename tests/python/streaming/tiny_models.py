@@ -19,6 +19,12 @@ FAMILIES = {
 ALL_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
+class Store(str):
+    """A store's folder, and the device that the models made from it live on."""
+
+    device: torch.device
+
+
 class ResidentLinear4bit(bnb.nn.Linear4bit):
     """bitsandbytes' module with nybble's multiply: the reference has the same numerics, weights where they belong."""
 
@@ -67,8 +73,14 @@ def write_store(folder, family: str) -> str:
     return str(folder / "store")
 
 
-def resident_model(store: str) -> torch.nn.Module:
-    model = transformers.AutoModelForCausalLM.from_pretrained(store)
+def streamed_model(store: Store, **options) -> torch.nn.Module:
+    return nybble.stream(None, store, device=store.device, **options)
+
+
+def resident_model(store: Store) -> torch.nn.Module:
+    """On the store's device, its rotary tables made on the CPU, as those of the streamed model."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(store, device_map={"": "cpu"})
+    torch.nn.Module.to(model, store.device)
     for module in model.modules():
         if type(module) is bnb.nn.Linear4bit:
             module.__class__ = ResidentLinear4bit
@@ -84,13 +96,13 @@ def with_adapters(model, targets=("q_proj", "v_proj"), dropout: float = 0.0):
     generator = torch.Generator().manual_seed(3)
     for name, parameter in sorted(wrapped.named_parameters()):
         if "lora_" in name:
-            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.device)
     return wrapped
 
 
-def batches(count: int):
+def batches(count: int, device="cpu"):
     generator = torch.Generator().manual_seed(5)
-    return [torch.randint(3, 96, (2, 12), generator=generator) for _ in range(count)]
+    return [torch.randint(3, 96, (2, 12), generator=generator).to(device) for _ in range(count)]
 
 
 def checkpointed(model, reentrant: bool = False, **kwargs):
@@ -101,6 +113,7 @@ def checkpointed(model, reentrant: bool = False, **kwargs):
 
 
 def loss_of(model, ids):
+    ids = ids.to(model.device)
     return model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
