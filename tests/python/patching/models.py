@@ -25,7 +25,7 @@ def write_dense(folder, family: str) -> str:
     config = getattr(transformers, f"{family}Config")(
         vocab_size=VOCAB,
         hidden_size=64,
-        intermediate_size=160,
+        intermediate_size=192,
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -44,12 +44,16 @@ def write_dense(folder, family: str) -> str:
     return str(folder)
 
 
-def load(path: str, compute_dtype=torch.bfloat16, device="cpu", **config):
+def load(path: str, compute_dtype=torch.bfloat16, device="cpu", *, layers: int = LAYERS, **config):
     """from_pretrained with a BitsAndBytesConfig: NF4, nested scales."""
     options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, **config}
     quantization = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=compute_dtype, **options)
     return transformers.AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=quantization, dtype=compute_dtype, device_map={"": str(device)}
+        path,
+        quantization_config=quantization,
+        dtype=compute_dtype,
+        device_map={"": str(device)},
+        num_hidden_layers=layers,
     )
 
 
@@ -70,7 +74,8 @@ def with_adapters(model, **config):
 
 def qlora(path, *, mode=None, before=False, reentrant=False, compute_dtype=torch.bfloat16, device="cpu", **config):
     """A model ready to train: patched before or after PEFT, or not at all (mode None)."""
-    model = prepared(load(path, compute_dtype, device), reentrant)
+    layers = config.pop("layers", LAYERS)
+    model = prepared(load(path, compute_dtype, device, layers=layers), reentrant)
     if mode and before:
         nybble.patch(model, mode=mode)
     model = with_adapters(model, **config)

@@ -52,7 +52,7 @@ def cut_weight(model):
 
 def transposed(model):
     state = model.get_submodule("model.layers.1.mlp.up_proj").weight.quant_state
-    state.shape = torch.Size((64, 160))
+    state.shape = torch.Size((64, 192))
 
 
 FAULTS = [
@@ -64,7 +64,7 @@ FAULTS = [
     (offset_elsewhere, Q, r"quant_state\.offset is on meta"),
     (state_of_another, Q, r"quant_state\.shape is \[32, 64\], expected \[64, 64\]"),
     (cut_weight, Q, "100 bytes, expected 2048"),
-    (transposed, "model.layers.1.mlp.up_proj", r"shape is \[64, 160\], expected \[160, 64\]"),
+    (transposed, "model.layers.1.mlp.up_proj", r"shape is \[64, 192\], expected \[192, 64\]"),
 ]
 
 

@@ -178,7 +178,7 @@ def test_the_report_reads_as_a_table(dense):
         f'     {LINEARS} dequant   model.layers.0.self_attn.q_proj, ...: mode="dequant" was asked for'
     )
     entry = report["model.layers.1.mlp.down_proj"]
-    assert (entry.shape, entry.compute_dtype, entry.path) == ((64, 160), torch.bfloat16, "dequant")
+    assert (entry.shape, entry.compute_dtype, entry.path) == ((64, 192), torch.bfloat16, "dequant")
     with pytest.raises(KeyError, match="no_such"):
         report["no_such"]
 

@@ -83,6 +83,12 @@ def dense_forward(self, x):
     return F.linear(x.to(self.compute_dtype), weight, bias).to(x.dtype)
 
 
+def with_dense_weights(model):
+    for module in linears(model).values():
+        module.__class__ = type("Dense", (type(module),), {"forward": dense_forward})
+    return model
+
+
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_a_trainable_bias_gets_its_gradient_and_stays_in_its_dtype(dense, device, dtype):
     def model(patched: bool):
@@ -90,10 +96,8 @@ def test_a_trainable_bias_gets_its_gradient_and_stays_in_its_dtype(dense, device
         made = with_adapters(made, bias="all").train()
         if patched:
             nybble.patch(made, mode="dequant")
-        else:
-            for module in linears(made).values():
-                module.__class__ = type("Dense", (type(module),), {"forward": dense_forward})
-        return made
+            return made
+        return with_dense_weights(made)
 
     patched = model(True)
     found, expected = step(patched, batch(device=device)), step(model(False), batch(device=device))
@@ -107,20 +111,18 @@ def test_a_trainable_bias_gets_its_gradient_and_stays_in_its_dtype(dense, device
 
 
 def test_dequant_mode_equals_a_dense_multiply_on_every_device(dense, device):
-    dense_model = qlora(dense(), device=device)
-    for module in linears(dense_model).values():
-        module.__class__ = type("Dense", (type(module),), {"forward": dense_forward})
-    expected = step(dense_model, batch(device=device))
+    expected = step(with_dense_weights(qlora(dense(), device=device)), batch(device=device))
     patched = qlora(dense(), mode="dequant", device=device)
     assert_same(step(patched, batch(device=device)), expected, at_least=29)
     spoil(patched)
     assert worst_difference(step(patched, batch(device=device)), expected) > 1e-2
 
 
-def test_auto_mode_on_every_device(dense, device):
-    expected = step(qlora(dense(), device=device), batch(device=device))
+def test_auto_mode_agrees_with_bitsandbytes_and_with_a_dense_multiply_on_every_device(dense, device):
     found = step(qlora(dense(), mode="auto", device=device), batch(device=device))
-    assert worst_difference(found, expected) <= TOLERANCE[BF16]
+    assert worst_difference(found, step(qlora(dense(), device=device), batch(device=device))) <= TOLERANCE[BF16]
+    reference = step(with_dense_weights(qlora(dense(), device=device)), batch(device=device))
+    assert worst_difference(found, reference) <= TOLERANCE[BF16]
 
 
 def test_evaluation_and_generation_equal_bitsandbytes(dense):
