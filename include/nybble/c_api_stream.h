@@ -45,18 +45,18 @@ NYBBLE_EXPORT int nybble_arena_size(nybble_arena* arena, int32_t* layers, int64_
 
 /* Fails with kind "out of memory" when host memory does not suffice for all layers. Before the first fill. */
 NYBBLE_EXPORT int nybble_arena_require_memory(nybble_arena* arena);
-/* Page-locks the layers for copies to a GPU. *pinned_bytes of nybble_arena_size's bytes; *reason says why not all, valid until this thread's next
- * call, empty when all are. After the last fill, before nybble_arena_part: layers may move. */
+/* Page-locks the layers for copies to a GPU. *pinned_bytes of nybble_arena_size's bytes; *reason says why not all, valid until this
+ * thread's next call, empty when all are. After the last fill, before nybble_arena_part: layers may move. */
 NYBBLE_EXPORT int nybble_arena_pin(nybble_arena* arena, int64_t* pinned_bytes, const char** reason);
 
-/* Called before bytes [begin, end) of a layer are copied, on the copying thread (CUDA: the acquiring one, which must not call the ring); nonzero
- * fails the refill there. */
+/* Called before bytes [begin, end) of a layer are copied, on the copying thread (CUDA: the acquiring one, which must not call the ring);
+ * nonzero fails the refill there. */
 typedef int32_t (*nybble_copy_observer)(void* context, int32_t layer, int32_t slot, int64_t begin, int64_t end);
 
 typedef struct nybble_ring_options {
-  int32_t prefetch;     /* 1: start the next refills at each acquire */
-  int32_t poison;       /* 1: a refill first overwrites its slot with 0xFF */
-  int32_t on_cuda;      /* 1: slots are memory of CUDA device `device`, 0: CPU memory */
+  int32_t prefetch; /* 1: start the next refills at each acquire */
+  int32_t poison;   /* 1: a refill first overwrites its slot with 0xFF */
+  int32_t on_cuda;  /* 1: slots are memory of CUDA device `device`, 0: CPU memory */
   int32_t device;
   int32_t land_at_wait; /* for tests: copy only when acquire waits, the latest legal moment */
   int64_t delay_us;     /* for tests: before each refill */

@@ -136,7 +136,11 @@ bool CudaCopyEngine::wait_ready(int index, ComputeStream compute, std::chrono::m
   const DeviceScope scope(*this);
   SlotEvents& slot = at(index);
   if (slot.phase == Phase::kIdle) fail(ErrorKind::kValue, "no refill of slot ", index, " is under way; start one before waiting for it");
-  if (slot.phase == Phase::kDeferred) enqueue(slot);
+  if (slot.phase == Phase::kDeferred) {  // not before compute is here: an idle copy stream would overtake reads that are still queued
+    calls_->record(now_, compute);
+    calls_->wait(copies_, now_);
+    enqueue(slot);
+  }
   calls_->wait(compute, slot.ready);
   return true;
 }

@@ -1,0 +1,291 @@
+#!/usr/bin/env python3
+"""The record of streamed LoRA training on a GPU: time and memory beside the resident model, in one process.
+
+    python h200_stream.py --out FOLDER [--shape 8b] [--tokens 512,1024,2048,8192] [--rounds 5] [--budget SECONDS]
+    python h200_stream.py --shape tiny --device cpu --tokens 32         a trial without a GPU
+
+Two models of the same random bytes and adapters: one streamed, one resident. First every arm's peak memory, then the
+gradients bit for bit, after the resident model was compared with itself, then times: arms in turn, the order shuffled
+in each round. Writes h200-stream.json and .md.
+
+ratio_resident: time of a resident step with our multiply / time of the arm. ratio_link: (bytes copied in a step / its
+time) / the rate of page-locked copies measured in the same process. Spread: (max - min) / median of the rounds.
+"""
+
+import argparse
+import json
+import pathlib
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+
+import stream_report as report
+import torch
+from gpu_samples import GpuSamples
+from stream_arms import GARBAGE, RESIDENT, STREAMED, Resident, Streamed, with_adapters
+from stream_store import SHAPES, write_store
+
+import nybble
+
+MIB = 1 << 20
+
+
+class Bench:
+    def __init__(self, options):
+        self.options = options
+        self.device = torch.device(options.device)
+        self.cuda = self.device.type == "cuda"
+        self.start = time.time()
+        self.samples = GpuSamples()
+        self.record = {"rows": [], "skipped": [], "machine": self.machine(), "shape": options.shape}
+
+    def machine(self) -> dict:
+        info = nybble.build_info()
+        info.pop("library")
+        name = torch.cuda.get_device_name() if self.cuda else "cpu"
+        return {"device": name, "command": " ".join(["h200_stream.py", *sys.argv[1:]]), **info}
+
+    def sync(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def say(self, text: str) -> None:
+        print(f"[{time.time() - self.start:6.1f} s] {text}", flush=True)
+
+    def tokens(self, count: int) -> torch.Tensor:
+        """Sequences of at most 2048 tokens."""
+        rows = max(1, count // 2048)
+        vocabulary = SHAPES[self.options.shape]["vocab"]
+        generator = torch.Generator().manual_seed(count)
+        return torch.randint(3, vocabulary, (rows, count // rows), generator=generator).to(self.device)
+
+    # ---- set-up
+
+    def make_models(self, folder: pathlib.Path) -> None:
+        store = write_store(folder / "store", SHAPES[self.options.shape], self.device)
+        self.say("store written")
+        self.streamed = Streamed(self.model(store))
+        stats = nybble.memory_stats(self.streamed.model)
+        self.record["memory"] = {
+            key: stats[key] for key in ("layers", "layer_bytes", "slot_bytes", "host_bytes", "pinned_bytes")
+        }
+        self.say(
+            f"streamed model, {stats['host_bytes'] / MIB:.0f} MiB on the host, {stats['pinned_bytes'] / MIB:.0f} locked"
+        )
+        for tokens in self.options.tokens:
+            self.measure_memory(self.streamed, STREAMED, tokens, 0, 0)
+        self.clean()
+        before = self.allocated(), self.reserved()
+        self.resident = Resident(with_adapters(nybble.unstream(self.base_model(store)), self.options.rank))
+        self.say("resident model")
+        for tokens in self.options.tokens:
+            self.measure_memory(self.resident, RESIDENT, tokens, *before)
+
+    def base_model(self, store):
+        return nybble.stream(None, store, device=self.device, window=self.options.window)
+
+    def model(self, store):
+        return with_adapters(self.base_model(store), self.options.rank)
+
+    def clean(self) -> None:
+        if self.cuda:
+            self.sync()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self.cuda else 0
+
+    def reserved(self) -> int:
+        return torch.cuda.memory_reserved() if self.cuda else 0
+
+    # ---- measurements
+
+    def row(self, arm: str, tokens: int) -> dict:
+        for row in self.record["rows"]:
+            if (row["arm"], row["tokens"]) == (arm, tokens):
+                return row
+        self.record["rows"].append({"arm": arm, "tokens": tokens, "garbage": arm in GARBAGE})
+        return self.record["rows"][-1]
+
+    def measure_memory(self, model, arms, tokens: int, allocated_before: int, reserved_before: int) -> None:
+        """Peaks of the second step, less what the other model holds. Only one of the models runs meanwhile."""
+        ids = self.tokens(tokens)
+        for arm in arms:
+            row = self.row(arm, tokens)
+            model.switch(arm)
+            try:
+                model.step(ids)
+                self.clean()
+                nybble.reset_path_counters()
+                copied = model.copied_bytes()
+                model.step(ids)
+                self.sync()
+                row["copied_bytes"] = model.copied_bytes() - copied
+            except torch.OutOfMemoryError:
+                row["out_of_memory"] = True
+                model.optimiser.zero_grad(set_to_none=True)
+                continue
+            finally:
+                row["paths"] = {p: c for p, c in nybble.path_counters().items() if any(c.values())}
+            if self.cuda:
+                row["peak_allocated_mib"] = (torch.cuda.max_memory_allocated() - allocated_before) / MIB
+                row["peak_reserved_mib"] = (torch.cuda.max_memory_reserved() - reserved_before) / MIB
+            self.clean()
+        self.say(f"memory at {tokens} tokens: " + ", ".join(report.peak(self.row(arm, tokens)) for arm in arms))
+
+    def compare_gradients(self) -> None:
+        """Exact: resident against itself, then every honest streamed arm against resident with our multiply."""
+        ids = self.tokens(self.options.tokens[0])
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        gradients = {}
+        plan = [(self.resident, "resident", "resident"), (self.resident, "resident", "again")]
+        plan += [(self.streamed, arm, arm) for arm in ("streamed", "streamed_reentrant", "streamed_keep")]
+        names = [name for name, p in self.resident.model.named_parameters() if p.requires_grad]
+        for model, arm, label in plan:
+            self.load_adapters(model)
+            model.switch(arm)
+            model.optimiser.zero_grad(set_to_none=True)
+            loss = model.gradients(ids)
+            own = dict(model.model.named_parameters())
+            gradients[label] = [loss, *[own[name].grad.clone() for name in names]]
+            model.optimiser.zero_grad(set_to_none=True)
+        torch.use_deterministic_algorithms(False)
+        expected = gradients.pop("resident")
+        zero = sum(not g.any().item() for g in expected)
+        self.record["exact"] = {
+            label: {
+                "equal": sum(torch.equal(a, b) for a, b in zip(found, expected, strict=True)),
+                "compared": len(expected),
+                "zero": zero,
+            }
+            for label, found in gradients.items()
+        }
+        self.say(f"equal to resident: {report.exact_line(self.record['exact'])}")
+
+    def load_adapters(self, model) -> None:
+        """Both models' adapters become the streamed model's of the first call."""
+        now = {n: p for n, p in model.model.named_parameters() if p.requires_grad}
+        if not hasattr(self, "_adapters"):
+            self._adapters = {n: p.detach().clone() for n, p in now.items()}
+        for name, parameter in now.items():
+            parameter.data.copy_(self._adapters[name])
+
+    def measure_link(self) -> None:
+        """Rate of copies of one layer from page-locked memory, and of a large bf16 multiply."""
+        if not self.cuda:
+            self.record.update(h2d_gb_s=None, gemm_tflops=None)
+            return
+        size = self.record["memory"]["layer_bytes"]
+        host = torch.empty(size, dtype=torch.uint8).pin_memory()
+        to = torch.empty(size, dtype=torch.uint8, device=self.device)
+        seconds = self.seconds(lambda: to.copy_(host, non_blocking=True), 20)
+        self.record["h2d_gb_s"] = size / seconds / 1e9
+        a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=self.device)
+        self.record["gemm_tflops"] = 2 * 8192**3 / self.seconds(lambda: torch.mm(a, a), 20) / 1e12
+        self.say(f"link {self.record['h2d_gb_s']:.1f} GB/s, bf16 multiply {self.record['gemm_tflops']:.0f} TFLOP/s")
+
+    def seconds(self, call, count: int) -> float:
+        for _ in range(3):
+            call()
+        self.sync()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        self.sync()
+        return (time.perf_counter() - start) / count
+
+    def time_arms(self, tokens: int) -> None:
+        ids = self.tokens(tokens)
+        arms = [arm for arm in (*RESIDENT, *STREAMED) if not self.row(arm, tokens).get("out_of_memory")]
+        times, spans, losses = {arm: [] for arm in arms}, {arm: [] for arm in arms}, {}
+        steps = max(1, min(4, 4096 // tokens))
+        for number in range(self.options.rounds + 1):  # the first warms up
+            random.shuffle(arms)
+            for arm in arms:
+                model = self.resident if arm in RESIDENT else self.streamed
+                model.switch(arm)
+                for group in model.optimiser.param_groups:
+                    group["lr"] = 0.0 if arm in GARBAGE else 1e-4
+                self.sync()
+                began, start = time.time(), time.perf_counter()
+                for _ in range(steps):
+                    loss = model.step(ids)
+                self.sync()
+                elapsed = (time.perf_counter() - start) / steps
+                if number == 0:
+                    losses[arm] = loss.item()
+                    continue
+                times[arm].append(elapsed)
+                spans[arm].append((began, time.time()))
+                self.row(arm, tokens).update(
+                    loss_first=losses[arm], loss_last=loss.item(), gradient_norm=model.gradient_norm()
+                )
+        for arm in arms:
+            self.finish_row(arm, tokens, times, spans)
+        self.say(f"{tokens} tokens: " + report.times_line([self.row(arm, tokens) for arm in (*RESIDENT, *STREAMED)]))
+
+    def finish_row(self, arm: str, tokens: int, times: dict, spans: dict) -> None:
+        row, seconds = self.row(arm, tokens), statistics.median(times[arm])
+        row.update(
+            step_ms=1e3 * seconds,
+            tok_s=tokens / seconds,
+            spread=(max(times[arm]) - min(times[arm])) / seconds,
+            rounds_ms=[1e3 * t for t in times[arm]],
+            ratio_resident=statistics.median(times["resident"]) / seconds,
+            **self.samples.during(spans[arm]),
+        )
+        if self.record["h2d_gb_s"] and row.get("copied_bytes"):
+            row["ratio_link"] = row["copied_bytes"] / seconds / (self.record["h2d_gb_s"] * 1e9)
+
+    def run(self) -> dict:
+        folder = pathlib.Path(tempfile.mkdtemp(dir=self.options.scratch))
+        try:
+            self.make_models(folder)
+        finally:
+            shutil.rmtree(folder)
+        self.compare_gradients()
+        self.measure_link()
+        for tokens in self.options.tokens:
+            if time.time() - self.start > self.options.budget:
+                self.record["skipped"].append(tokens)
+                continue
+            self.time_arms(tokens)
+        self.samples.stop()
+        self.record["seconds"] = time.time() - self.start
+        return self.record
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."))
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--tokens", type=lambda text: [int(t) for t in text.split(",")], default=[512, 1024, 2048, 8192]
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--window", type=int, default=2)
+    parser.add_argument("--budget", type=float, default=240, help="seconds; lengths that would start later are skipped")
+    parser.add_argument("--scratch", help="where the random store is written and removed again")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse()
+    record = Bench(options).run()
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "h200-stream.json").write_text(json.dumps(record, indent=1) + "\n")
+    (options.out / "h200-stream.md").write_text(report.markdown(record))
+    print(report.markdown(record))
+    faults = report.faults(record)
+    print("\n".join(faults) or "no fault")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

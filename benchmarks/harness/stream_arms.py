@@ -1,0 +1,116 @@
+"""What h200_stream.py compares: one streamed and one resident model, each switched between its arms.
+
+Every arm takes the same LoRA training step: forward, loss, backward, AdamW on the adapters. Adapters are float32,
+compute runs under bf16 autocast, as transformers' Trainer does it.
+"""
+
+import peft
+import torch
+
+import nybble
+from nybble.quant_state import mode_code
+from nybble.streaming import modules
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+MODE_FIELD = 6  # of StreamedWeight.spec
+RESIDENT = ("resident_bnb", "resident")
+STREAMED = ("streamed", "streamed_reentrant", "streamed_dequant", "streamed_keep", "no_copies", "no_decode")
+GARBAGE = (
+    "no_copies",
+    "no_decode",
+)  # multiply with whatever the slots hold, or with one dense weight: only times mean something
+
+
+def with_adapters(model, rank: int):
+    """LoRA on all seven projections with B not zero, the same numbers for every model."""
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS, task_type="CAUSAL_LM")
+    wrapped = peft.get_peft_model(model, config)
+    generator = torch.Generator(model.device).manual_seed(3)
+    for name, parameter in sorted(wrapped.named_parameters()):
+        if "lora_" in name:
+            parameter.data = 0.01 * torch.randn(parameter.shape, generator=generator, device=model.device)
+    wrapped.train()
+    wrapped.enable_input_require_grads()
+    return wrapped
+
+
+class Arms:
+    """A model, its optimiser, and the switch between arms."""
+
+    def __init__(self, model):
+        self.model = model
+        self.adapters = [p for p in model.parameters() if p.requires_grad]
+        on_gpu = self.adapters[0].is_cuda
+        self.optimiser = torch.optim.AdamW(self.adapters, lr=1e-4, weight_decay=0.0, fused=on_gpu)
+        self.device = self.adapters[0].device
+
+    def checkpoint(self, on: bool, reentrant: bool = False) -> None:
+        if on:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        else:
+            self.model.gradient_checkpointing_disable()
+
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        self.optimiser.zero_grad(set_to_none=True)
+        loss = self.gradients(ids)
+        self.optimiser.step()
+        return loss
+
+    def gradients(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss.detach()
+
+    def copied_bytes(self) -> int:
+        """From host to device, so far."""
+        return 0
+
+    def gradient_norm(self) -> float:
+        return torch.nn.utils.get_total_norm([p.grad for p in self.adapters]).item()
+
+
+class Resident(Arms):
+    def switch(self, arm: str) -> None:
+        self.checkpoint(True)
+        base = self.model.get_base_model()
+        if arm == "resident":
+            nybble.patch(base)
+        else:
+            nybble.unpatch(base)
+
+
+class Streamed(Arms):
+    def __init__(self, model):
+        super().__init__(model)
+        self.streamed = model.get_base_model()._nybble_streamed
+        self.fetcher = self.streamed.visits[0].fetcher
+        self.weights = [weight for row in self.streamed.weights for weight in row]
+        self.uids = [weight.uid for weight in self.weights]
+        self.multiply = modules.multiply
+        self.dense: dict[tuple[int, int], torch.Tensor] = {}
+
+    def copied_bytes(self) -> int:
+        return nybble.memory_stats(self.model)["refill_bytes"]
+
+    def multiply_dense(self, x, tensors, bias, uid, spec, guard):
+        n, k = shape = spec[:2]
+        if shape not in self.dense:
+            self.dense[shape] = (0.02 * torch.randn(n, k, device=x.device)).to(x.dtype)
+        return torch.nn.functional.linear(x, self.dense[shape], bias)
+
+    def switch(self, arm: str) -> None:
+        keep, mode = arm == "streamed_keep", "dequant" if arm == "streamed_dequant" else "auto"
+        self.checkpoint(not keep, reentrant=arm == "streamed_reentrant")
+        for visit in self.streamed.visits:
+            visit.keep = keep
+        for weight, uid in zip(self.weights, self.uids, strict=True):
+            weight.spec = (*weight.spec[:MODE_FIELD], mode_code(mode), *weight.spec[MODE_FIELD + 1 :])
+            weight.uid = None if arm == "no_copies" else uid
+        for call in ("acquire", "release"):
+            vars(self.fetcher).pop(call, None)
+            if arm == "no_copies":
+                setattr(self.fetcher, call, lambda *_: None)
+        modules.multiply = self.multiply_dense if arm == "no_decode" else self.multiply
+        if arm != "no_decode":
+            self.dense.clear()
