@@ -1,26 +1,34 @@
 #!/usr/bin/env python3
 """What streaming costs the host per layer visit, in microseconds, without the copies.
 
-    python benchmarks/harness/visit_cost.py [--rounds 9] [--json]
+    python benchmarks/harness/visit_cost.py [--device cpu|cuda] [--rounds 9] [--json] [--pieces-only]
 
-The layers are 4 KiB, so a refill's memcpy is nothing; what is left is bookkeeping: two calls into the core (acquire,
-release), the state machine, waking the copy thread, autograd's version counter. CPU time of the calling thread, so that
-a busy machine and the wait for the copy do not count; best and median of rounds.
+Pieces: the layers are 4 KiB, so a refill's copy is nothing; what is left is bookkeeping: two calls into the core
+(acquire, release), the state machine, waking the copy thread or enqueuing a copy and its events, autograd's version
+counter. CPU time of the calling thread, so that a busy machine and waiting do not count; best and median of rounds.
+
+Step: a LoRA training step of a model of 32 layers so small that the host's work is all there is, streamed and resident
+(with the same multiply), in turn. Added time = their difference / visits (two a layer: forward and backward). Total =
+the streamed step / visits.
 """
 
 import argparse
 import json
+import pathlib
 import platform
 import statistics
+import tempfile
 import time
 
 import torch
 
 import nybble
+from nybble._library import lib
 from nybble.streaming import native
 from nybble.streaming.visit import Fetcher, LayerVisit
 
 LAYERS, BYTES = 8, 4096
+STEP_LAYERS = 32
 
 
 class Body(torch.nn.Module):
@@ -28,14 +36,14 @@ class Body(torch.nn.Module):
         return x
 
 
-def make_visits(window: int) -> list[LayerVisit]:
+def make_visits(window: int, device: torch.device) -> list[LayerVisit]:
     arena, uids = native.Arena(), []
     for index in range(LAYERS):
         layer, _, _ = arena.add_layer(["all"], [BYTES])
         arena.fill(layer, 0, torch.zeros(BYTES, dtype=torch.uint8))
         uids.append(native.register_owner(f"layer {index}"))
-    slots = [torch.empty(BYTES, dtype=torch.uint8) for _ in range(window)]
-    fetcher = Fetcher(native.Ring(arena, uids, slots), LAYERS, window, torch.device("cpu"))
+    slots = [torch.empty(BYTES, dtype=torch.uint8, device=device) for _ in range(window)]
+    fetcher = Fetcher(native.Ring(arena, uids, slots), LAYERS, window, device)
     visits = [LayerVisit(index, f"layer {index}") for index in range(LAYERS)]
     for visit in visits:
         visit.fetcher = fetcher
@@ -53,9 +61,9 @@ def microseconds(body, calls: int, rounds: int) -> tuple[float, float]:
     return min(times), statistics.median(times)
 
 
-def pieces():
+def pieces(device: torch.device):
     """Name and body(calls) of everything that is measured; each call is one visit."""
-    held, rolling = make_visits(LAYERS), make_visits(2)
+    held, rolling = make_visits(LAYERS, device), make_visits(2, device)
     x = torch.zeros(1)
     body = Body().eval()
 
@@ -97,21 +105,68 @@ def pieces():
     }
 
 
+def step_cost(device: torch.device, rounds: int) -> dict[str, float]:
+    """Microseconds per visit: medians over rounds of one step of each, and of their difference."""
+    from stream_arms import Resident, Streamed, with_adapters
+    from stream_store import SHAPES, write_store
+
+    shape = SHAPES["tiny"] | {"layers": STEP_LAYERS}
+    with tempfile.TemporaryDirectory() as folder:
+        store = write_store(pathlib.Path(folder) / "store", shape, device)
+        streamed = Streamed(with_adapters(nybble.stream(None, store, device=device), 4))
+        resident = Resident(with_adapters(nybble.unstream(nybble.stream(None, store, device=device)), 4))
+    ids = torch.randint(3, 256, (1, 16), device=device)
+    # On CUDA the backward has a thread of its own; on the CPU thread time leaves out a busy machine.
+    clock = time.perf_counter if device.type == "cuda" else time.thread_time
+    times = {"streamed": [], "resident": []}
+    for arm, model in (("streamed", streamed), ("resident", resident)) * (rounds + 1):
+        if not times[arm]:
+            model.switch(arm)
+        synchronize(device)
+        start = clock()
+        model.gradients(ids)
+        synchronize(device)
+        times[arm].append((clock() - start) / (2 * STEP_LAYERS) * 1e6)
+    streamed_us, resident_us = (values[1:] for values in times.values())
+    differences = [a - b for a, b in zip(streamed_us, resident_us, strict=True)]
+    return {
+        "added": statistics.median(differences),
+        "total": statistics.median(streamed_us),
+        "resident": statistics.median(resident_us),
+    }
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--pieces-only", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    results = {name: microseconds(body, options.calls, options.rounds) for name, body in pieces().items()}
+    lib.nybble_set_num_threads(1)
+    device = torch.device(options.device)
+    results = {name: microseconds(body, options.calls, options.rounds) for name, body in pieces(device).items()}
+    step = None if options.pieces_only else step_cost(device, options.rounds)
     machine = {"python": platform.python_version(), "torch": torch.__version__, **nybble.build_info()}
     if options.json:
-        print(json.dumps({"machine": machine, "rounds": options.rounds, "calls": options.calls, "us": results}))
+        record = {"machine": machine, "device": options.device, "rounds": options.rounds, "calls": options.calls}
+        print(json.dumps({**record, "us": results, "step_us_per_visit": step}))
         return
     print(f"{'microseconds per call':52}  {'best':>7}  {'median':>7}")
     for name, (best, median) in results.items():
         print(f"{name:52}  {best:7.2f}  {median:7.2f}")
+    if step:
+        print(
+            f"training step of {STEP_LAYERS} layers, per visit: added {step['added']:.1f} us, "
+            f"total {step['total']:.1f} us, resident {step['resident']:.1f} us"
+        )
 
 
 if __name__ == "__main__":
