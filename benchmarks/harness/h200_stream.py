@@ -202,7 +202,7 @@ class Bench:
         ids = self.tokens(tokens)
         arms = [arm for arm in (*RESIDENT, *STREAMED) if not self.row(arm, tokens).get("out_of_memory")]
         times, spans, losses = {arm: [] for arm in arms}, {arm: [] for arm in arms}, {}
-        steps = max(1, min(4, 4096 // tokens))
+        steps = 2 if tokens < 4096 else 1
         for number in range(self.options.rounds + 1):  # the first warms up
             random.shuffle(arms)
             for arm in arms:

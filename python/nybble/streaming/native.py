@@ -10,7 +10,7 @@ from ctypes import POINTER, byref, c_char_p, c_int32, c_int64, c_uint64, c_void_
 import torch
 
 from .._library import lib
-from ..errors import check
+from ..errors import StaleWeightError, check
 
 FORWARD, BACKWARD, REPEAT = 0, 1, 2  # orders of the schedule
 STATES = ("empty", "loading", "held", "released")
@@ -251,13 +251,20 @@ class Ring:
             )
         )
         self.handle = handle
+        self._versions = [slot._version for slot in self.slots]
+        self._unsettled = False  # an acquire was interrupted between refills and their versions
         self._end = weakref.finalize(self, _free_ring, handle, handler, self.slots, arena)
 
     def acquire(self, layer: int, order: int, compute_stream: int | None = None) -> None:
         """Returns once what follows reads `layer`. Bumps autograd's version of every slot whose refill it issued.
-        Raises what made the refill fail; the slot is then empty and the next acquire tries again.
+        Raises what made the refill fail; the slot is then empty and the next acquire tries again. StaleWeightError
+        when something else wrote to the slot through a tensor; every slot is then empty.
         """
+        if self._unsettled:
+            self.reset()
+            self._versions = [slot._version for slot in self.slots]
         landed, refilled = c_int32(), c_uint64()
+        self._unsettled = True
         try:
             while not landed.value:
                 status = lib.nybble_ring_acquire(
@@ -270,8 +277,18 @@ class Ring:
             while mask:
                 if mask & 1:
                     torch.autograd.graph.increment_version(self.slots[index])
+                    self._versions[index] = self.slots[index]._version
                 mask >>= 1
                 index += 1
+            self._unsettled = False
+        index = layer % len(self.slots)
+        if self.slots[index]._version != self._versions[index]:
+            self._versions[index] = self.slots[index]._version
+            self.reset()
+            raise StaleWeightError(
+                f"slot {index} of layer {layer} was written to by something else (its tensor's version changed); base "
+                "weights of a streamed model can't be modified: call nybble.unstream(model) first"
+            )
 
     def release(self, layer: int, compute_stream: int | None = None) -> None:
         status = lib.nybble_ring_release(self.handle, layer, compute_stream)

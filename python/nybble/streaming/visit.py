@@ -7,6 +7,8 @@ that end only lets the next copy start earlier: nothing breaks when it never com
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch._C import _current_graph_task_id
 from torch.autograd import Variable
@@ -37,6 +39,7 @@ class Fetcher:
         self._streams: set[int] = set()  # that visits ran on, beside the one that the slots were allocated on
         if self._cuda_index is not None:
             self._streams.add(torch._C._cuda_getCurrentRawStream(self._cuda_index))
+        self._visitor: int | None = None  # the thread whose visit is running
         self._last = -1  # the layer of the last acquire that succeeded: surely in its slot
         self._open_backward = -1
 
@@ -54,6 +57,20 @@ class Fetcher:
         for slot in self.ring.slots:
             slot.record_stream(external)
         self._streams.add(stream)
+
+    def open_visit(self) -> None:
+        """From here until close_visit the model belongs to this thread."""
+        thread = threading.get_ident()
+        if self._visitor is not None and self._visitor != thread:
+            raise RuntimeError(
+                "a streamed model was run from two threads at once, which would refill slots that the other one reads; "
+                "use a lock, or one streamed model a thread"
+            )
+        self._visitor = thread
+
+    def close_visit(self) -> None:
+        if self._visitor == threading.get_ident():
+            self._visitor = None
 
     def acquire(self, layer: int, order: int) -> None:
         self._last = -1
@@ -103,6 +120,7 @@ class LayerVisit:
         recorded = torch.is_grad_enabled() and isinstance(x, torch.Tensor)
         scoped = not backward and recorded and self._must_scope(layer, x)
         fetcher = self.fetcher
+        fetcher.open_visit()
         order = native.BACKWARD if backward else native.FORWARD if layer.training else native.REPEAT
         fetcher.acquire(self.index, order)
         self.scoped = scoped
@@ -117,6 +135,7 @@ class LayerVisit:
     @torch.compiler.disable
     def leave(self, backward: bool) -> None:
         self.active = False
+        self.fetcher.close_visit()
         if not backward:
             self.fetcher.release(self.index)
 

@@ -5,6 +5,7 @@ import concurrent.futures
 import pathlib
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -305,6 +306,40 @@ def test_two_models_stream_at_once_each_in_its_thread(stores, expected):
             found = list(pool.map(step, models))
         for gradients in found:
             assert_equal(gradients, expected, at_least=4 * LAYERS)
+
+
+def test_one_model_in_two_threads_is_an_error_and_then_exact_again(stores, expected):
+    model = checkpointed(with_adapters(streamed_model(stores(), **LATE)))
+    inside, go_on = threading.Event(), threading.Event()
+
+    def halt(*_):
+        inside.set()
+        assert go_on.wait(60)
+
+    hook = model.get_base_model().model.layers[1].mlp.register_forward_pre_hook(halt)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, torch.no_grad():
+        other = pool.submit(loss_of, model, batches(1)[0])
+        assert inside.wait(60)
+        with pytest.raises(RuntimeError, match="run from two threads at once"):
+            loss_of(model, batches(1)[0])
+        go_on.set()
+        assert torch.isfinite(other.result())
+    hook.remove()
+    assert_equal(step(model), expected, at_least=4 * LAYERS)
+
+
+@pytest.mark.parametrize("write", [lambda w: w.zero_(), lambda w: w[3:5].fill_(7), lambda w: w.copy_(w.flip(0))])
+def test_a_slot_written_to_through_a_tensor_is_an_error_and_then_exact_again(stores, expected, write):
+    model = checkpointed(with_adapters(streamed_model(stores(), **LATE)))
+    for layer in (LAYERS - 1, 0):
+        loss = loss_of(model, batches(1)[0])
+        with torch.no_grad():
+            write(model.get_base_model().model.layers[layer].mlp.up_proj.weight)
+        with pytest.raises(nybble.StaleWeightError, match=r"slot 0 of layer \d was written to by something else"):
+            loss.backward()
+            loss_of(model, batches(1)[0])
+        del loss
+        assert_equal(step(model), expected, at_least=4 * LAYERS)
 
 
 def test_a_backward_that_never_comes_hurts_nobody(stores, expected):
