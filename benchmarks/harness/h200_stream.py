@@ -1,18 +1,22 @@
 #!/usr/bin/env python3
 """The record of streamed LoRA training on a GPU: time and memory beside the resident model, in one process.
 
-    python h200_stream.py --out FOLDER [--shape 8b] [--tokens 512,1024,2048,8192] [--rounds 5] [--budget SECONDS]
-    python h200_stream.py --shape tiny --device cpu --tokens 32         a trial without a GPU
+    python h200_stream.py --out FOLDER [--cases 32b:qv:128,512 8b:all:512,1024,2048,8192] [--rounds 5] [--budget 240]
+    python h200_stream.py --cases tiny:all:32 --device cpu              a trial without a GPU
 
-Two models of the same random bytes and adapters: one streamed, one resident. First every arm's peak memory, then the
-gradients bit for bit, after the resident model was compared with itself, then times: arms in turn, the order shuffled
-in each round. Writes h200-stream.json and .md.
+A case is shape:adapters:tokens. It has two models of the same random bytes and adapters: one streamed, one resident.
+First every arm's peak memory, then the gradients bit for bit, after the resident model was compared with itself, then
+times: arms in turn, the order shuffled in each round. Writes h200-stream.json and .md.
 
-ratio_resident: time of a resident step with our multiply / time of the arm. ratio_link: (bytes copied in a step / its
-time) / the rate of page-locked copies measured in the same process. Spread: (max - min) / median of the rounds.
+host_ms: time until a step is enqueued; near step_ms, the step waits for the host, not for the GPU. ratio_resident: time
+of a resident step with our multiply / time of the arm. ratio_link: (bytes copied in a step / its time) / the rate of
+page-locked copies measured in the same process. spread: (max - min) / median of the rounds. stack: the layers' seven
+multiplies alone, forward and then forward and grad_x, without transformers, PEFT and autograd: what the ring itself
+gets out of the link.
 """
 
 import argparse
+import gc
 import json
 import pathlib
 import random
@@ -29,24 +33,22 @@ from stream_arms import GARBAGE, RESIDENT, STREAMED, Resident, Streamed, with_ad
 from stream_store import SHAPES, write_store
 
 import nybble
+from nybble.streaming import native
 
 MIB = 1 << 20
+STACK_TOKENS = (128, 512)
 
 
-class Bench:
-    def __init__(self, options):
-        self.options = options
+class Case:
+    """One shape and set of adapters."""
+
+    def __init__(self, options, text: str, start: float, samples: GpuSamples):
+        self.options, self.start, self.samples = options, start, samples
+        self.shape, self.targets, lengths = text.split(":")
+        self.lengths = [int(length) for length in lengths.split(",")]
         self.device = torch.device(options.device)
         self.cuda = self.device.type == "cuda"
-        self.start = time.time()
-        self.samples = GpuSamples()
-        self.record = {"rows": [], "skipped": [], "machine": self.machine(), "shape": options.shape}
-
-    def machine(self) -> dict:
-        info = nybble.build_info()
-        info.pop("library")
-        name = torch.cuda.get_device_name() if self.cuda else "cpu"
-        return {"device": name, "command": " ".join(["h200_stream.py", *sys.argv[1:]]), **info}
+        self.record = {"shape": self.shape, "adapters": self.targets, "rows": [], "skipped": []}
 
     def sync(self) -> None:
         if self.cuda:
@@ -58,14 +60,23 @@ class Bench:
     def tokens(self, count: int) -> torch.Tensor:
         """Sequences of at most 2048 tokens."""
         rows = max(1, count // 2048)
-        vocabulary = SHAPES[self.options.shape]["vocab"]
+        vocabulary = SHAPES[self.shape]["vocab"]
         generator = torch.Generator().manual_seed(count)
         return torch.randint(3, vocabulary, (rows, count // rows), generator=generator).to(self.device)
 
     # ---- set-up
 
+    def warm_up(self) -> int:
+        """Workspaces that cuBLAS gets once, for the threads of forward and backward. Bytes allocated after it."""
+        a = torch.randn(64, 64, dtype=torch.bfloat16, device=self.device, requires_grad=True)
+        torch.mm(a, a).sum().backward()
+        del a
+        self.clean()
+        return self.allocated()
+
     def make_models(self, folder: pathlib.Path) -> None:
-        store = write_store(folder / "store", SHAPES[self.options.shape], self.device)
+        workspaces = self.warm_up()
+        store = write_store(folder / "store", SHAPES[self.shape], self.device)
         self.say("store written")
         self.streamed = Streamed(self.model(store))
         stats = nybble.memory_stats(self.streamed.model)
@@ -75,20 +86,22 @@ class Bench:
         self.say(
             f"streamed model, {stats['host_bytes'] / MIB:.0f} MiB on the host, {stats['pinned_bytes'] / MIB:.0f} locked"
         )
-        for tokens in self.options.tokens:
-            self.measure_memory(self.streamed, STREAMED, tokens, 0, 0)
+        for tokens in self.lengths:
+            self.measure_memory(self.streamed, STREAMED, tokens, workspaces, 0)
         self.clean()
         before = self.allocated(), self.reserved()
-        self.resident = Resident(with_adapters(nybble.unstream(self.base_model(store)), self.options.rank))
+        self.resident = Resident(
+            with_adapters(nybble.unstream(self.base_model(store)), self.options.rank, self.targets)
+        )
         self.say("resident model")
-        for tokens in self.options.tokens:
+        for tokens in self.lengths:
             self.measure_memory(self.resident, RESIDENT, tokens, *before)
 
     def base_model(self, store):
         return nybble.stream(None, store, device=self.device, window=self.options.window)
 
     def model(self, store):
-        return with_adapters(self.base_model(store), self.options.rank)
+        return with_adapters(self.base_model(store), self.options.rank, self.targets)
 
     def clean(self) -> None:
         if self.cuda:
@@ -139,11 +152,13 @@ class Bench:
 
     def compare_gradients(self) -> None:
         """Exact: resident against itself, then every honest streamed arm against resident with our multiply."""
-        ids = self.tokens(self.options.tokens[0])
+        ids = self.tokens(self.lengths[0])
         torch.use_deterministic_algorithms(True, warn_only=True)
         gradients = {}
         plan = [(self.resident, "resident", "resident"), (self.resident, "resident", "again")]
-        plan += [(self.streamed, arm, arm) for arm in ("streamed", "streamed_reentrant", "streamed_keep")]
+        plan += [
+            (self.streamed, arm, arm) for arm in ("streamed", "streamed_reentrant", "streamed_keep", "streamed_dequant")
+        ]
         names = [name for name, p in self.resident.model.named_parameters() if p.requires_grad]
         for model, arm, label in plan:
             self.load_adapters(model)
@@ -188,9 +203,53 @@ class Bench:
         self.record["gemm_tflops"] = 2 * 8192**3 / self.seconds(lambda: torch.mm(a, a), 20) / 1e12
         self.say(f"link {self.record['h2d_gb_s']:.1f} GB/s, bf16 multiply {self.record['gemm_tflops']:.0f} TFLOP/s")
 
+    def measure_stack(self, tokens: int) -> dict:
+        """A training step's visits with nothing but the multiplies in them."""
+        ring, layers, dtype = self.streamed.fetcher, self.record["memory"]["layers"], torch.bfloat16
+        self.streamed.switch("streamed")
+        sides = {side for weight in self.streamed.weights for side in weight.stored.shape}
+        x = {side: torch.randn(tokens, side, dtype=dtype, device=self.device) for side in sides}
+
+        def step():
+            for layer in range(layers):
+                visit(layer, native.FORWARD)
+            for layer in reversed(range(layers)):
+                visit(layer, native.BACKWARD)
+
+        def visit(layer: int, order: int) -> None:
+            ring.acquire(layer, order)
+            for weight in self.streamed.streamed.weights[layer]:
+                n, k = weight.stored.shape
+                torch.ops.nybble.linear_4bit(x[k], *weight.tensors, None, weight.uid, *weight.spec)
+                if order == native.BACKWARD:
+                    torch.ops.nybble.linear_4bit_grad_input(x[n], *weight.tensors, weight.uid, *weight.spec)
+            ring.release(layer)
+
+        with torch.no_grad():
+            step()
+            copied = self.streamed.copied_bytes()
+            step()
+            copied = self.streamed.copied_bytes() - copied
+            seconds = self.seconds(step, 5)
+            for call in ("acquire", "release"):
+                setattr(ring, call, lambda *_: None)
+            checked = [weight.uid for weight in self.streamed.weights]
+            for weight in self.streamed.weights:
+                weight.uid = None
+            without = self.seconds(step, 5)
+            for weight, uid in zip(self.streamed.weights, checked, strict=True):
+                weight.uid = uid
+        self.streamed.switch("streamed")
+        rate = self.record["h2d_gb_s"]
+        return {
+            "tokens": tokens,
+            "step_ms": 1e3 * seconds,
+            "no_copies_ms": 1e3 * without,
+            "ratio_link": copied / seconds / (rate * 1e9) if rate else None,
+        }
+
     def seconds(self, call, count: int) -> float:
-        for _ in range(3):
-            call()
+        call()
         self.sync()
         start = time.perf_counter()
         for _ in range(count):
@@ -199,11 +258,11 @@ class Bench:
         return (time.perf_counter() - start) / count
 
     def time_arms(self, tokens: int) -> None:
+        """Every arm has run at this length before, for its memory."""
         ids = self.tokens(tokens)
         arms = [arm for arm in (*RESIDENT, *STREAMED) if not self.row(arm, tokens).get("out_of_memory")]
-        times, spans, losses = {arm: [] for arm in arms}, {arm: [] for arm in arms}, {}
-        steps = 2 if tokens < 4096 else 1
-        for number in range(self.options.rounds + 1):  # the first warms up
+        times = {arm: [] for arm in arms}
+        for _ in range(self.options.rounds):
             random.shuffle(arms)
             for arm in arms:
                 model = self.resident if arm in RESIDENT else self.streamed
@@ -212,36 +271,33 @@ class Bench:
                     group["lr"] = 0.0 if arm in GARBAGE else 1e-4
                 self.sync()
                 began, start = time.time(), time.perf_counter()
-                for _ in range(steps):
-                    loss = model.step(ids)
+                loss = model.step(ids)
+                enqueued = time.perf_counter() - start
                 self.sync()
-                elapsed = (time.perf_counter() - start) / steps
-                if number == 0:
-                    losses[arm] = loss.item()
-                    continue
-                times[arm].append(elapsed)
-                spans[arm].append((began, time.time()))
-                self.row(arm, tokens).update(
-                    loss_first=losses[arm], loss_last=loss.item(), gradient_norm=model.gradient_norm()
-                )
+                times[arm].append((time.perf_counter() - start, enqueued, began, time.time(), loss.item()))
+                self.row(arm, tokens)["gradient_norm"] = model.gradient_norm()
         for arm in arms:
-            self.finish_row(arm, tokens, times, spans)
+            self.finish_row(arm, tokens, times[arm], statistics.median(t[0] for t in times["resident"]))
         self.say(f"{tokens} tokens: " + report.times_line([self.row(arm, tokens) for arm in (*RESIDENT, *STREAMED)]))
 
-    def finish_row(self, arm: str, tokens: int, times: dict, spans: dict) -> None:
-        row, seconds = self.row(arm, tokens), statistics.median(times[arm])
+    def finish_row(self, arm: str, tokens: int, rounds: list[tuple], resident: float) -> None:
+        row, times = self.row(arm, tokens), [seconds for seconds, *_ in rounds]
+        seconds = statistics.median(times)
         row.update(
             step_ms=1e3 * seconds,
+            host_ms=1e3 * statistics.median(enqueued for _, enqueued, *_ in rounds),
             tok_s=tokens / seconds,
-            spread=(max(times[arm]) - min(times[arm])) / seconds,
-            rounds_ms=[1e3 * t for t in times[arm]],
-            ratio_resident=statistics.median(times["resident"]) / seconds,
-            **self.samples.during(spans[arm]),
+            spread=(max(times) - min(times)) / seconds,
+            rounds_ms=[1e3 * t for t in times],
+            ratio_resident=resident / seconds,
+            loss_first=rounds[0][-1],
+            loss_last=rounds[-1][-1],
+            **self.samples.during([(began, ended) for _, _, began, ended, _ in rounds]),
         )
         if self.record["h2d_gb_s"] and row.get("copied_bytes"):
             row["ratio_link"] = row["copied_bytes"] / seconds / (self.record["h2d_gb_s"] * 1e9)
 
-    def run(self) -> dict:
+    def run(self, save) -> None:
         folder = pathlib.Path(tempfile.mkdtemp(dir=self.options.scratch))
         try:
             self.make_models(folder)
@@ -249,24 +305,29 @@ class Bench:
             shutil.rmtree(folder)
         self.compare_gradients()
         self.measure_link()
-        for tokens in self.options.tokens:
+        self.record["stack"] = [self.measure_stack(tokens) for tokens in STACK_TOKENS]
+        self.say(report.stack_line(self.record["stack"]))
+        save()
+        for tokens in self.lengths:
             if time.time() - self.start > self.options.budget:
                 self.record["skipped"].append(tokens)
                 continue
             self.time_arms(tokens)
-        self.samples.stop()
-        self.record["seconds"] = time.time() - self.start
-        return self.record
+            save()
+
+
+def machine(options) -> dict:
+    info = nybble.build_info()
+    info.pop("library")
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    return {"device": name, "command": " ".join(["h200_stream.py", *sys.argv[1:]]), **info}
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."))
-    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--cases", nargs="+", default=["32b:qv:128,512", "8b:all:512,1024,2048,8192"])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument(
-        "--tokens", type=lambda text: [int(t) for t in text.split(",")], default=[512, 1024, 2048, 8192]
-    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--window", type=int, default=2)
@@ -277,9 +338,21 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    record = Bench(options).run()
+    start, samples = time.time(), GpuSamples()
+    record = {"machine": machine(options), "cases": []}
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "h200-stream.json").write_text(json.dumps(record, indent=1) + "\n")
+
+    def save() -> None:
+        record["seconds"] = time.time() - start
+        (options.out / "h200-stream.json").write_text(json.dumps(record, indent=1) + "\n")
+
+    for text in options.cases:
+        case = Case(options, text, start, samples)
+        record["cases"].append(case.record)
+        case.run(save)
+        del case
+        gc.collect()
+    samples.stop()
     (options.out / "h200-stream.md").write_text(report.markdown(record))
     print(report.markdown(record))
     faults = report.faults(record)

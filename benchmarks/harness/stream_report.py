@@ -2,6 +2,7 @@
 
 MIB = 1 << 20
 COLUMNS = (
+    "host_ms",
     "step_ms",
     "tok_s",
     "ratio_resident",
@@ -11,7 +12,14 @@ COLUMNS = (
     "spread",
     "clock_mhz",
 )
-FORMATS = {"step_ms": ".1f", "tok_s": ".0f", "ratio_resident": ".3f", "ratio_link": ".3f", "spread": ".3f"}
+FORMATS = {
+    "step_ms": ".1f",
+    "host_ms": ".1f",
+    "tok_s": ".0f",
+    "ratio_resident": ".3f",
+    "ratio_link": ".3f",
+    "spread": ".3f",
+}
 MAX_SPREAD = 0.05
 
 
@@ -30,31 +38,46 @@ def times_line(rows: list[dict]) -> str:
     return ", ".join(f"{row['arm']} {row['step_ms']:.1f} ms" for row in rows if "step_ms" in row)
 
 
-def find(record: dict, arm: str, tokens: int) -> dict:
-    return next((row for row in record["rows"] if (row["arm"], row["tokens"]) == (arm, tokens)), {})
+def stack_line(stack: list[dict]) -> str:
+    rows = [
+        f"{row['tokens']} tokens {row['step_ms']:.1f} ms a step ({row['no_copies_ms']:.1f} without copies)"
+        + (f", {row['ratio_link']:.3f} of the link" if row["ratio_link"] else "")
+        for row in stack
+    ]
+    return "the multiplies alone: " + "; ".join(rows)
 
 
-def lengths(record: dict) -> list[int]:
-    return sorted({row["tokens"] for row in record["rows"]})
+def find(case: dict, arm: str, tokens: int) -> dict:
+    return next((row for row in case["rows"] if (row["arm"], row["tokens"]) == (arm, tokens)), {})
 
 
-def predicted_peak_mib(record: dict, tokens: int) -> float | None:
+def lengths(case: dict) -> list[int]:
+    return sorted({row["tokens"] for row in case["rows"]})
+
+
+def predicted_peak_mib(case: dict, tokens: int) -> float | None:
     """Resident peak - packed base + window x layer."""
-    resident = find(record, "resident", tokens).get("peak_allocated_mib")
-    memory = record["memory"]
+    resident = find(case, "resident", tokens).get("peak_allocated_mib")
+    memory = case["memory"]
     return None if resident is None else resident + (memory["slot_bytes"] - memory["host_bytes"]) / MIB
 
 
 def faults(record: dict) -> list[str]:
     """What makes the record worthless, in words; [] when nothing does."""
+    return [f"{case['shape']}, {text}" for case in record["cases"] for text in faults_of(case)]
+
+
+def faults_of(case: dict) -> list[str]:
     found = []
-    again = record["exact"]["again"]
+    again = case["exact"]["again"]
     if again["equal"] != again["compared"]:
         found.append(f"no verdict on equality: resident differs from itself, {again['equal']}/{again['compared']}")
-    for label, cell in record["exact"].items():
+    for label, cell in case["exact"].items():
+        if label == "streamed_dequant":
+            continue  # numerics of its own
         if cell["zero"] or cell["compared"] < 3 or cell["equal"] != cell["compared"]:
             found.append(f"gradients of {label}: {cell['equal']} of {cell['compared']} equal, {cell['zero']} zero")
-    for row in record["rows"]:
+    for row in case["rows"]:
         where = f"{row['arm']} at {row['tokens']} tokens"
         if "step_ms" not in row or row["garbage"]:
             continue
@@ -67,7 +90,7 @@ def faults(record: dict) -> list[str]:
     return found
 
 
-def cell(row: dict, column: str) -> str:
+def cell_text(row: dict, column: str) -> str:
     value = row.get(column)
     if value is None:
         return "out of memory" if row.get("out_of_memory") and column == "step_ms" else "-"
@@ -76,52 +99,58 @@ def cell(row: dict, column: str) -> str:
 
 
 def markdown(record: dict) -> str:
-    machine, memory = record["machine"], record["memory"]
+    machine = record["machine"]
     lines = [
-        f"# Streamed LoRA training, {record['shape']} shape, {machine['device']}",
+        f"# Streamed LoRA training, {machine['device']}",
         "",
-        f"`{machine['command']}`: {memory['layers']} layers of {memory['layer_bytes'] / MIB:.1f} MiB, "
-        f"{memory['slot_bytes'] // memory['layer_bytes']} slots; torch {machine['torch']}, {record['seconds']:.0f} s.",
+        f"`{machine['command']}`; torch {machine['torch']}, {record['seconds']:.0f} s. What the columns mean: "
+        "`benchmarks/harness/h200_stream.py`.",
     ]
-    if record["h2d_gb_s"]:
-        lines.append(
-            f"In the same process: page-locked copies of a layer {record['h2d_gb_s']:.1f} GB/s, bf16 multiply of 8192^3"
-            f" at {record['gemm_tflops']:.0f} TFLOP/s."
+    for case in record["cases"]:
+        lines += ["", *case_lines(case)]
+    closing = "`!`: rounds spread over 5%, no verdict. Garbage arms compute nonsense: only their time is meant."
+    return "\n".join([*lines, "", closing]) + "\n"
+
+
+def case_lines(case: dict) -> list[str]:
+    memory = case["memory"]
+    lines = [
+        f"## {case['shape']} shape, adapters on {case['adapters']}",
+        "",
+        f"{memory['layers']} layers of {memory['layer_bytes'] / MIB:.1f} MiB, "
+        f"{memory['slot_bytes'] // memory['layer_bytes']} slots.",
+    ]
+    if case["h2d_gb_s"]:
+        lines[-1] += (
+            f" In the same process: page-locked copies of a layer at {case['h2d_gb_s']:.1f} GB/s, a bf16 multiply of "
+            f"8192^3 at {case['gemm_tflops']:.0f} TFLOP/s."
         )
     lines += [
         "",
-        f"Gradients equal to the resident model's, bit for bit: {exact_line(record['exact'])} "
-        "(`again`: resident against itself).",
+        f"Loss and gradients equal to the resident model's, bit for bit: {exact_line(case['exact'])} "
+        "(`again`: resident against itself; `streamed_dequant` has numerics of its own).",
         "",
         "| tokens | arm | " + " | ".join(COLUMNS) + " |",
         "|---|---|" + "---|" * len(COLUMNS),
     ]
-    for tokens in lengths(record):
-        for row in (row for row in record["rows"] if row["tokens"] == tokens):
-            name = row["arm"] + (" (garbage)" if row["garbage"] else "")
-            lines.append(f"| {tokens} | {name} | " + " | ".join(cell(row, column) for column in COLUMNS) + " |")
-    lines += [
-        "",
-        *peaks(record),
-        "",
-        "`!`: rounds spread over 5%, no verdict. Garbage arms compute nonsense: only their time is meant.",
-    ]
-    return "\n".join(lines) + "\n"
+    for row in sorted(case["rows"], key=lambda row: row["tokens"]):
+        name = row["arm"] + (" (garbage)" if row["garbage"] else "")
+        cells = [cell_text(row, column) for column in COLUMNS]
+        lines.append(f"| {row['tokens']} | {name} | " + " | ".join(cells) + " |")
+    return [*lines, "", f"* {stack_line(case['stack'])}", *peaks(case)]
 
 
-def peaks(record: dict) -> list[str]:
+def peaks(case: dict) -> list[str]:
     lines = []
-    for tokens in lengths(record):
-        predicted = predicted_peak_mib(record, tokens)
-        streamed, dequant = (
-            find(record, arm, tokens).get("peak_allocated_mib") for arm in ("streamed", "streamed_dequant")
-        )
-        if None in (predicted, streamed, dequant):
+    for tokens in lengths(case):
+        predicted = predicted_peak_mib(case, tokens)
+        ours = find(case, "streamed", tokens).get("peak_allocated_mib")
+        dequant = find(case, "streamed_dequant", tokens).get("peak_allocated_mib")
+        if None in (predicted, ours, dequant):
             continue
-        layer = record["memory"]["layer_bytes"] / MIB
+        layers = (dequant - ours) / (case["memory"]["layer_bytes"] / MIB)
         lines.append(
-            f"* {tokens} tokens: streamed peak {streamed:.0f} MiB, resident - base + slots {predicted:.0f} MiB "
-            f"({streamed - predicted:+.0f}); the dequantise arm needs {dequant - streamed:+.0f} MiB "
-            f"({(dequant - streamed) / layer:+.2f} layers) more."
+            f"* {tokens} tokens: streamed peak {ours:.0f} MiB, resident - base + slots {predicted:.0f} MiB "
+            f"({ours - predicted:+.0f}); the dequantise arm {dequant - ours:+.0f} MiB ({layers:+.2f} layers)."
         )
     return lines

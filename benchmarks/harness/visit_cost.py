@@ -7,7 +7,7 @@ Pieces: the layers are 4 KiB, so a refill's copy is nothing; what is left is boo
 (acquire, release), the state machine, waking the copy thread or enqueuing a copy and its events, autograd's version
 counter. CPU time of the calling thread, so that a busy machine and waiting do not count; best and median of rounds.
 
-Step: a LoRA training step of a model of 32 layers so small that the host's work is all there is, streamed and resident
+Step: a LoRA training step of a model of 8 layers so small that the host's work is all there is, streamed and resident
 (with the same multiply), in turn. Added time = their difference / visits (two a layer: forward and backward). Total =
 the streamed step / visits.
 """
@@ -28,7 +28,7 @@ from nybble.streaming import native
 from nybble.streaming.visit import Fetcher, LayerVisit
 
 LAYERS, BYTES = 8, 4096
-STEP_LAYERS = 32
+STEP_LAYERS = 8
 
 
 class Body(torch.nn.Module):
