@@ -3,9 +3,9 @@
 A gate is a module or package here with `add_arguments(parser)` and `run(options) -> exit code`, built on runner.py.
 """
 
-from nybble.gate import aliasing
+from nybble.gate import aliasing, determinism, memory, numerics
 from nybble.gate.runner import Report, Role, Verdict, run_gate
 
-GATES = {"aliasing": aliasing}
+GATES = {"aliasing": aliasing, "determinism": determinism, "memory": memory, "numerics": numerics}
 
 __all__ = ["GATES", "Report", "Role", "Verdict", "run_gate"]

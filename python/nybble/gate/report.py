@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nybble.gate import checks
 from nybble.gate.runner import Report, Result, Role, Verdict
 
 MEANING = {
@@ -15,6 +16,8 @@ MEANING = {
     Verdict.CONTROL_DID_NOT_FAIL: "VACUOUS: a control did not behave as predicted, so a right product proves nothing",
     Verdict.NO_VERDICT: "NO VERDICT: nothing was compared, or the numbers cannot be trusted",
 }
+
+SHOWN = 24  # reasons that are printed; the JSON has all
 
 
 def pattern(wrong: frozenset[int], parts: int) -> str:
@@ -38,9 +41,12 @@ def reasons(report: Report, parts: int) -> list[str]:
         lines.append("no arm ran in any cell")
     elif not any(r.role == Role.PRODUCT.value for r in report.results):
         lines.append("no product arm ran")
-    elif not report.soundness_only and not any(r.expected.wrong or r.expected.stale for r in report.results):
+    elif not report.soundness_only and not any(r.must_fail for r in report.results):
         lines.append("no control arm ran in a cell in which it must fail")
     for result in report.results:
+        if isinstance(result, checks.Row):
+            lines += checks.reasons(result)
+            continue
         where = f"{result.arm} | {result.cell}"
         lines += [f"{where}: {fault}" for fault in result.faults]
         if not result.as_expected:
@@ -54,16 +60,22 @@ def reasons(report: Report, parts: int) -> list[str]:
 
 def verdict_lines(report: Report, parts: int) -> list[str]:
     """The end of every gate's printout: counts by direction, arms left out, the verdict and why."""
-    compared = [r for r in report.results if r.raised is None]
+    compared = [r for r in report.results if isinstance(r, Result) and r.raised is None]
     forward = sum(r.forward_compared for r in compared), sum(len(r.forward_wrong) for r in compared)
     backward = sum(r.backward_compared for r in compared), sum(len(r.backward_wrong) for r in compared)
-    ended = len(report.results) - len(compared)
-    lines = [
-        f"forward:  {forward[0]} tensors compared, {forward[1]} layers differ",
-        f"backward: {backward[0]} tensors compared, {backward[1]} layers differ, {ended} runs ended by an error",
-    ]
+    ended = sum(isinstance(r, Result) for r in report.results) - len(compared)
+    lines = []
+    if compared or ended:
+        lines = [
+            f"forward:  {forward[0]} tensors compared, {forward[1]} layers differ",
+            f"backward: {backward[0]} tensors compared, {backward[1]} layers differ, {ended} runs ended by an error",
+        ]
+    lines += checks.summary_lines(report)
     lines += [f"not run: {arm} ({why})" for arm, why in report.not_run.items()]
-    lines += [f"  {reason}" for reason in reasons(report, parts)]
+    why = reasons(report, parts)
+    lines += [f"  {reason}" for reason in why[:SHOWN]]
+    if len(why) > SHOWN:
+        lines.append(f"  and {len(why) - SHOWN} more, see --json")
     meaning = MEANING[report.verdict]
     if report.soundness_only and report.verdict is Verdict.OK:
         meaning = "sound: with nothing recycled every arm is exact (this says nothing about the product)"
@@ -95,7 +107,11 @@ def as_json(report: Report, parts: int) -> dict[str, Any]:
         "machine": machine(),
         "seconds": report.seconds,
         "claims": [{"claim": c.text, "holds": c.holds, "found": c.found} for c in report.claims],
-        "results": [_result_json(result, parts) for result in report.results],
+        "findings": report.findings,
+        "results": [
+            checks.row_json(result) if isinstance(result, checks.Row) else _result_json(result, parts)
+            for result in report.results
+        ],
     }
 
 

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
+from nybble._library import lib
+
 
 class Verdict(IntEnum):
     """The exit code of a gate."""
@@ -126,18 +128,23 @@ class Result:
             return self.stale and self.expected.stale
         return not self.forward_wrong and self.backward_wrong == self.expected.wrong
 
+    @property
+    def must_fail(self) -> bool:
+        return self.expected.stale or bool(self.expected.wrong)
+
 
 @dataclass
 class Report:
-    """A gate's results and what they add up to."""
+    """A gate's results and what they add up to. A result has .role, .faults, .as_expected and .must_fail."""
 
     gate: str
     question: str
-    results: list[Result]
+    results: list[Any]
     not_run: dict[str, str]
     soundness_only: bool = False
     faults: list[str] = field(default_factory=list)  # why the whole gate gives no verdict
     claims: list[Claim] = field(default_factory=list)
+    findings: dict[str, Any] = field(default_factory=dict)  # what was measured beside the verdict, as plain data
     seconds: float = 0.0
 
     @property
@@ -150,7 +157,7 @@ class Report:
             return Verdict.NO_VERDICT
         if not all(r.as_expected for r in product) or not all(claim.holds for claim in self.claims):
             return Verdict.PRODUCT_WRONG
-        could_fail = self.soundness_only or any(r.expected.wrong or r.expected.stale for r in controls)
+        could_fail = self.soundness_only or any(r.must_fail for r in controls)
         return Verdict.OK if right and could_fail else Verdict.CONTROL_DID_NOT_FAIL
 
 
@@ -285,3 +292,19 @@ def repeatable_algorithms() -> Iterator[None]:
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
+
+
+@contextlib.contextmanager
+def one_thread(wanted: bool = True) -> Iterator[None]:
+    """One CPU thread for the block: for matrices of kilobytes, waking the others costs more than they do."""
+    if not wanted:
+        yield
+        return
+    before = torch.get_num_threads(), lib.nybble_num_threads()
+    torch.set_num_threads(1)
+    lib.nybble_set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        lib.nybble_set_num_threads(before[1])

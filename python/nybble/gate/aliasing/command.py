@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from nybble.gate.aliasing.gate import AliasingGate, run_on_one_thread
 from nybble.gate.aliasing.sabotage import SABOTAGES
 from nybble.gate.aliasing.stacks import Sizes
 from nybble.gate.aliasing.table import render
-from nybble.gate.report import as_json
+from nybble.gate.command import add_outputs, finish
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="nothing is recycled: every arm must be exact, else the harness is unsound",
     )
     parser.add_argument("--sabotage", choices=sorted(SABOTAGES), help="plant a fault, to see the gate report it")
-    parser.add_argument("--json", action="store_true", help="the report as JSON instead of tables")
+    add_outputs(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -41,8 +40,7 @@ def run(options: argparse.Namespace) -> int:
     if options.sabotage:
         SABOTAGES[options.sabotage](gate)
     report = run_on_one_thread(gate, repeats=options.repeats)
-    print(json.dumps(as_json(report, gate.parts), indent=1) if options.json else render(report, gate.cells, gate.parts))
-    return int(report.verdict)
+    return finish(report, options, lines=render(report, gate.cells, gate.parts), parts=gate.parts)
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from collections.abc import Hashable, Sequence
 import torch
 
 import nybble
-from nybble._library import lib
 from nybble.gate.aliasing import arms, reads
 from nybble.gate.aliasing.arms import AliasingArm
 from nybble.gate.aliasing.cells import Cell, Mode, Stack, all_cells
@@ -18,7 +17,8 @@ from nybble.gate.aliasing.layers import Base
 from nybble.gate.aliasing.patterns import Keeps, predict
 from nybble.gate.aliasing.ring import SlotRing, sleep_cycles_per_ms
 from nybble.gate.aliasing.stacks import Sizes, StreamedModel, make_parameters
-from nybble.gate.runner import Claim, Expectation, Outcome, Report, Role, run_gate
+from nybble.gate.multiply import moved
+from nybble.gate.runner import Claim, Expectation, Outcome, Report, Role, one_thread, run_gate
 
 
 def bitsandbytes_fault() -> str | None:
@@ -139,18 +139,6 @@ class AliasingGate:
 
 
 def run_on_one_thread(gate: AliasingGate, *, repeats: int = 1) -> Report:
-    """run_gate() with one CPU thread: for matrices of kilobytes, waking the others costs more than they do."""
-    before = torch.get_num_threads(), lib.nybble_num_threads()
-    torch.set_num_threads(1)
-    lib.nybble_set_num_threads(1)
-    try:
+    """run_gate() with one CPU thread."""
+    with one_thread():
         return run_gate(gate, repeats=repeats)
-    finally:
-        torch.set_num_threads(before[0])
-        lib.nybble_set_num_threads(before[1])
-
-
-def moved(before: dict[str, dict[str, int]], after: dict[str, dict[str, int]]) -> dict[str, int]:
-    """The path counters that moved between two readings, as {"cpu.forward": 16, ...}."""
-    counts = {(path, way): count - before[path][way] for path, ways in after.items() for way, count in ways.items()}
-    return {f"{path}.{way}": count for (path, way), count in counts.items() if count}

@@ -5,23 +5,23 @@ from __future__ import annotations
 import itertools
 
 from nybble.gate.aliasing.cells import Cell
-from nybble.gate.report import shown, verdict_lines
+from nybble.gate.report import shown
 from nybble.gate.runner import Report, Result, Role
 
 
-def render(report: Report, cells: list[Cell], parts: int) -> str:
-    """The whole printout. `parts` is the number of layers."""
+def render(report: Report, cells: list[Cell], parts: int) -> list[str]:
+    """The lines before the verdict. `parts` is the number of layers."""
     by_cell: dict[str, list[Result]] = {}
     for result in report.results:
         by_cell.setdefault(result.cell, []).append(result)
-    lines = [report.question, ""]
+    lines = []
     if cells and cells[0].name in by_cell:
         lines += first_cell(by_cell[cells[0].name], cells[0], parts)
     lines += every_cell(by_cell, cells, parts)
     if report.claims:
         lines += ["", "Slots read on purpose, against the rules"]
         lines += [f"  {'ok ' if claim.holds else 'BAD'} {claim.text}: {claim.found}" for claim in report.claims]
-    return "\n".join([*lines, "", *verdict_lines(report, parts)])
+    return lines
 
 
 def first_cell(results: list[Result], cell: Cell, parts: int) -> list[str]:

@@ -1,0 +1,177 @@
+"""The memory gate: cells and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from nybble.gate.aliasing.cells import Cell as RingCell
+from nybble.gate.aliasing.cells import Mode, Ring, Stack
+from nybble.gate.aliasing.layers import Base
+from nybble.gate.aliasing.ring import SlotRing
+from nybble.gate.aliasing.stacks import Sizes as StackSizes
+from nybble.gate.aliasing.stacks import StreamedModel, make_parameters
+from nybble.gate.checks import Check, CheckArm, CheckGate, Judged
+from nybble.gate.dispatch import Plan, plan_of
+from nybble.gate.memory import arms
+from nybble.gate.memory.arms import HELD, WINDOW, WORKSPACE
+from nybble.gate.memory.peaks import ResidentPeak, cuda_held, step_held
+from nybble.gate.multiply import FORWARD, GRAD_INPUT, Weight, random_operand, random_weight
+
+MIB = 1 << 20
+LARGEST_WORKSPACE = 32 * MIB  # plus a 32nd of dense W, for expanded scales
+CPU_PANELS = 32 * MIB  # of dense W that the CPU multiply may hold, all threads together
+SLACK = {"cuda": 64 << 10, "cpu": 10 * MIB}  # what the measure itself cannot tell apart
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """multiplies: (N, K, M). layers, dim, tokens, windows: of the streamed stack."""
+
+    multiplies: Sequence[tuple[int, int, int]]
+    layers: Sequence[int]
+    dim: int
+    tokens: int
+    windows: Sequence[int] = (2,)
+
+
+@dataclass(frozen=True)
+class MultiplyCell:
+    """One multiply of one weight."""
+
+    n: int
+    k: int
+    m: int
+    direction: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.n}x{self.k} M {self.m} {self.direction}"
+
+
+@dataclass(frozen=True)
+class StepCell:
+    """One step of a stack of layers over a window of slots."""
+
+    layers: int
+    window: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.layers} layers, window {self.window}"
+
+
+@dataclass
+class Step:
+    """What the arms of a step cell share. held: by the reference, whose buffers are private."""
+
+    layer_bytes: int
+    held: int
+    run: Callable[..., object] = field(repr=False)
+
+
+class MemoryGate(CheckGate):
+    """See the package docstring."""
+
+    name = "memory"
+    question = "Does a multiply hold no dense weight, and a streamed step a window of the model instead of all of it?"
+
+    def __init__(self, device: str, sizes: Sizes, seed: int = 0):
+        self.device, self.sizes, self.seed = torch.device(device), sizes, seed
+        self.multiply_arms, self.step_arms = arms.multiply_arms(), arms.step_arms()
+        self.left_out: dict[str, str] = {}
+        self._weights: dict[tuple[int, int], Weight] = {}
+        fault = None if device == "cuda" else ResidentPeak().fault()
+        if fault:
+            self.left_out["peak of one multiply"] = fault
+        ways = () if fault else (FORWARD, GRAD_INPUT)
+        self.cells = [MultiplyCell(n, k, m, way) for n, k, m in sizes.multiplies for way in ways]
+        self.cells += [StepCell(layers, window) for layers in sizes.layers for window in sizes.windows]
+
+    @property
+    def arms(self) -> list[CheckArm]:
+        return self.multiply_arms + self.step_arms
+
+    @arms.setter
+    def arms(self, arms: Sequence[CheckArm]) -> None:
+        split = len(self.multiply_arms)
+        self.multiply_arms, self.step_arms = list(arms[:split]), list(arms[split:])
+
+    def runs(self, arm: CheckArm, cell) -> bool:
+        return arm in (self.multiply_arms if isinstance(cell, MultiplyCell) else self.step_arms)
+
+    def prepare(self, cell):
+        if isinstance(cell, MultiplyCell):
+            weight = self._weight(cell.n, cell.k)
+            columns, _ = weight.columns(cell.direction)
+            return (
+                weight,
+                random_operand(cell.m, columns, self.device, self.seed),
+                plan_of(weight, cell.m, cell.direction),
+            )
+        return self._step(cell)
+
+    def _weight(self, n: int, k: int) -> Weight:
+        if (n, k) not in self._weights:
+            self._weights = {(n, k): random_weight(n, k, self.device, self.seed)}
+        return self._weights[n, k]
+
+    def judge(self, arm: CheckArm, cell, shared) -> Judged:
+        if isinstance(cell, MultiplyCell):
+            return self._judge_multiply(arm, cell, *shared)
+        held = step_held(lambda: shared.run(arm.act, bypass=False), self.device)
+        limit = shared.held + shared.layer_bytes // 2
+        found = (
+            f"{held} bytes beside {cell.window} slots of {shared.layer_bytes}, at most {limit}; "
+            f"{(held - shared.held) / shared.layer_bytes:.2f} layers more than private buffers need beside the model"
+        )
+        values = {"held_bytes": held, "reference_bytes": shared.held, "layer_bytes": shared.layer_bytes}
+        return Judged([Check(WINDOW, held <= limit, found)], 1, values)
+
+    def _judge_multiply(self, arm: CheckArm, cell: MultiplyCell, weight, operand, plan: Plan) -> Judged:
+        def call() -> torch.Tensor:
+            return arm.act(cell.direction, operand, weight)
+
+        on_cuda = self.device.type == "cuda"
+        held = cuda_held(call) if on_cuda else ResidentPeak().held(call)
+        allowed = (plan.workspace_bytes if on_cuda else CPU_PANELS) + SLACK[self.device.type]
+        dense = 2 * cell.n * cell.k
+        largest = LARGEST_WORKSPACE + dense // 32
+        checks = [
+            Check(
+                HELD, held <= allowed, f"{held} bytes beside operands and result, at most {allowed}; dense W {dense}"
+            ),
+            Check(WORKSPACE, plan.workspace_bytes <= largest, f"workspace {plan.workspace_bytes}, at most {largest}"),
+        ]
+        faults = [f"the plan itself dequantises: {plan.text}"] if plan.path == "dequant" else []
+        if dense <= allowed:
+            faults.append(f"dense W has {dense} bytes, which the limit of {allowed} would not show")
+        values = {"held_bytes": held, "workspace_bytes": plan.workspace_bytes, "dense_bytes": dense, "path": plan.path}
+        return Judged(checks, 1, values, faults)
+
+    def _step(self, cell: StepCell) -> Step:
+        sizes = StackSizes(layers=cell.layers, dim=self.sizes.dim, tokens=self.sizes.tokens)
+        ring_cell = RingCell(Stack.LLAMA_QV, Ring.FIXED_PROMPT, Mode.EARLY_STOP, cell.window)
+        shapes = sizes.weights(ring_cell)
+        base = Base(shapes, cell.layers, dense=False, device=self.device, dtype=torch.bfloat16, seed=self.seed)
+        parameters = make_parameters(ring_cell, sizes, device=self.device, dtype=torch.bfloat16)
+
+        def run(multiply, *, bypass: bool):
+            ring = rings[bypass]
+            StreamedModel(ring.cell, sizes, ring, multiply).step(parameters)
+            for layer in parameters.by_layer:
+                for value in layer.values():
+                    value.grad = None
+
+        rings = {
+            bypass: SlotRing(
+                base, RingCell(Stack.LLAMA_QV, Ring.FIXED_PROMPT, Mode.EARLY_STOP, cell.window, bypass), checks=False
+            )
+            for bypass in (False, True)
+        }
+        product = arms.step_arms()[0].act
+        run(product, bypass=True)  # what a first step makes for itself
+        held = step_held(lambda: run(product, bypass=True), self.device)
+        return Step(base.blob_bytes, held, run)

@@ -1,0 +1,59 @@
+"""How far two results of one multiply are apart, in the units in which the gate judges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
+UNIT = 2.0**-24  # of fp32 sums
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two results in the same 16-bit dtype."""
+
+    max_abs: float
+    max_ulp: int
+    equal_share: float
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
+    """max_ulp counts representable values between a and b, so it needs no scale."""
+    if a.numel() == 0 or a.shape != b.shape:
+        raise ValueError(f"shapes {list(a.shape)} and {list(b.shape)}, expected the same, not empty")
+    worst = (a.double() - b.double()).abs().max().item()
+    steps = (ordered(a) - ordered(b)).abs().max().item()
+    equal = (a == b).double().mean().item()
+    return Difference(worst, int(steps), equal)
+
+
+def ordered(value: torch.Tensor) -> torch.Tensor:
+    """int32 that grows by one from each representable 16-bit float to the next."""
+    bits = value.contiguous().view(torch.int16).int()
+    return torch.where(bits < 0, -32768 - bits, bits)
+
+
+def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    """Norm of the error by the norm of the exact result; inf for anything that is not a number."""
+    error = ((value.double() - exact).norm() / exact.norm()).item()
+    return error if error == error else float("inf")
+
+
+def half_ulp(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Half the spacing of dtype at each exact value (float64), never below that of the smallest normal one."""
+    smallest = torch.finfo(dtype).smallest_normal
+    _, exponent = torch.frexp(exact.abs().clamp_min(smallest))
+    return torch.ldexp(torch.ones_like(exact), exponent - 2 - _MANTISSA_BITS[dtype])
+
+
+def sum_excess(value: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor) -> float:
+    """The worst element's error beyond the rounding of the result, in units of 2^-24 times |row of x| |row of W|.
+
+    An fp32 sum of K products in any sane order stays within a few units; one wrong weight does not. scale: the
+    products of norms, [m, columns]. inf for anything that is not a number.
+    """
+    beyond = (value.double() - exact).abs() - half_ulp(exact, value.dtype)
+    worst = (beyond / (scale * UNIT)).max().item()
+    return max(worst, 0.0) if worst == worst else float("inf")

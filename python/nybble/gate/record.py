@@ -1,0 +1,101 @@
+"""A gate's record: the report with what is needed to run it again, as JSON (one row a line) and as a short page."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nybble import build_info
+
+SCHEMA = Path(__file__).with_name("report.schema.json")
+
+
+def write(path: Path, data: dict[str, Any], *, text: Iterable[str], notes: Iterable[str]) -> None:
+    """Writes `path`.json and `path`.md (a suffix of path is dropped)."""
+    whole = {**provenance(), **data, "notes": list(notes)}
+    stem = path.with_suffix("") if path.suffix in (".json", ".md") else path
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_name(stem.name + ".json").write_text(as_text(whole))
+    stem.with_name(stem.name + ".md").write_text(page(whole, list(text), stem.name))
+
+
+def provenance() -> dict[str, Any]:
+    """The command, the commit and the versions behind a report."""
+    info = build_info()
+    commit, dirty = commit_of(Path(__file__).parent)
+    return {
+        "command": "python -m nybble.gate " + shlex.join(sys.argv[1:]),
+        "commit": commit,
+        "dirty": dirty,
+        "versions": {"nybble": info["version"], "torch": torch.__version__, "cuda": info["cuda"], **driver()},
+    }
+
+
+def commit_of(folder: Path) -> tuple[str, bool | None]:
+    """(hash, uncommitted changes) of the checkout; $NYBBLE_COMMIT where there is no git; "unknown" without both."""
+
+    def git(*arguments: str) -> str:
+        found = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
+        return found.stdout.strip()
+
+    given = os.environ.get("NYBBLE_COMMIT")
+    if given:
+        return given, None
+    try:
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown", None
+
+
+def driver() -> dict[str, str]:
+    """Driver and power limit of GPU 0, where nvidia-smi tells."""
+    if not torch.cuda.is_available():
+        return {}
+    query = ["nvidia-smi", "-i", "0", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.strip().split(", ")
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(("driver", "power_limit"), found, strict=False))
+
+
+def as_text(data: dict[str, Any]) -> str:
+    """JSON with one result a line: thousands of rows stay readable as a diff."""
+    head = json.dumps({key: value for key, value in data.items() if key != "results"}, indent=1)
+    rows = ",\n".join("  " + json.dumps(result) for result in data["results"])
+    return head.removesuffix("\n}") + ',\n "results": [\n' + rows + "\n ]\n}\n"
+
+
+def page(data: dict[str, Any], text: list[str], name: str) -> str:
+    """The record in words."""
+    machine, versions = data["machine"], data["versions"]
+    where = machine.get("gpu", machine["cpu"])
+    lines = [
+        f"# Gate {data['gate']} on {where}",
+        "",
+        f"Question: {data['question']}",
+        f"Verdict: {data['meaning']} (exit {data['verdict']}). All rows: [{name}.json]({name}.json).",
+        "",
+        f"    {data['command']}",
+        "",
+        f"Commit {data['commit']}{' with uncommitted changes' if data['dirty'] else ''}; "
+        + ", ".join(f"{key} {value}" for key, value in versions.items())
+        + f"; Python {machine['python']}; {data['seconds']:.0f} s.",
+        "",
+        "```",
+        *text,
+        "```",
+    ]
+    if data["notes"]:
+        lines += ["", *[f"- {note}" for note in data["notes"]]]
+    missing = [f"{arm} ({why})" for arm, why in data["not_run"].items()]
+    lines += ["", f"Not measured: {'; '.join(missing) if missing else 'nothing of this gate; other cards'}."]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,72 @@
+"""The memory gate: every exit code, and what its measures see."""
+
+import pytest
+import torch
+
+from nybble.gate.__main__ import main
+from nybble.gate.checks import run_checks
+from nybble.gate.memory import command
+from nybble.gate.memory.gate import MIB, MemoryGate, Sizes
+from nybble.gate.memory.peaks import ResidentPeak, StorageLedger, bytes_of
+from nybble.gate.runner import Verdict
+
+STEPS = Sizes((), (3, 5), dim=64, tokens=4)
+MULTIPLY = Sizes(((2880, 8192, 1),), (), dim=64, tokens=4)
+needs_resident_peak = pytest.mark.skipif(ResidentPeak().fault() is not None, reason="no resettable high-water mark")
+
+
+def test_a_streamed_step_holds_a_window_and_private_copies_the_model():
+    gate = MemoryGate("cpu", STEPS)
+    report = run_checks(gate)
+    assert report.verdict == Verdict.OK
+    copies = [r.values for r in report.results if r.arm == "private copies"]
+    extra = [(v["held_bytes"] - v["reference_bytes"]) / v["layer_bytes"] for v in copies]
+    assert extra[0] > 3 and extra[1] - extra[0] == pytest.approx(2, abs=0.5)
+
+
+@needs_resident_peak
+def test_a_multiply_holds_no_dense_weight_and_dequant_does():
+    report = run_checks(MemoryGate("cpu", MULTIPLY))
+    assert report.verdict == Verdict.OK
+    assert all(r.values["held_bytes"] > 40 * MIB for r in report.results if r.arm == "dequant")
+
+
+@pytest.mark.parametrize(("sabotage", "code"), [("copying-product", 1), ("cured-controls", 2), ("nothing-compared", 3)])
+def test_exit_code_of_every_sabotage(monkeypatch, capsys, sabotage, code):
+    monkeypatch.setitem(command.SIZES, ("cpu", False), Sizes((), (2,), dim=64, tokens=4))
+    assert main(["memory", "--device", "cpu", "--sabotage", sabotage]) == code
+    assert f"(exit {code}, " in capsys.readouterr().out
+
+
+@needs_resident_peak
+def test_a_product_that_dequantises_is_wrong():
+    gate = MemoryGate("cpu", MULTIPLY)
+    gate.cells = gate.cells[:1]
+    command.SABOTAGES["dense-product"](gate)
+    assert run_checks(gate).verdict == Verdict.PRODUCT_WRONG
+
+
+@needs_resident_peak
+def test_a_weight_that_the_limit_could_not_show_is_no_verdict():
+    gate = MemoryGate("cpu", Sizes(((64, 64, 1),), (), 64, 4))
+    assert run_checks(gate).verdict == Verdict.NO_VERDICT
+
+
+def test_the_ledger_counts_storages_that_live_at_once():
+    kept = torch.ones(256)
+    with StorageLedger() as ledger:
+        for _ in range(3):
+            y = kept * 2  # the last one dies when the next is there
+        view = y.view(16, 16)
+        kept.add_(1)
+    assert ledger.peak == 2 * 1024 and view.shape == (16, 16)
+
+
+@needs_resident_peak
+def test_resident_peak_sees_what_a_call_frees_again():
+    def call():
+        torch.ones(12 * MIB).sum()
+        return torch.ones(MIB)
+
+    assert 40 * MIB < ResidentPeak().held(call) < 60 * MIB
+    assert bytes_of((torch.ones(3), [torch.ones(2, dtype=torch.int8)])) == 14
