@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what a make target needs: Debian packages by name (as root, else a message that names them) and the pinned Python environment .venv.
-# Usage: tools/setup.sh [core] [python] [demo] [lint] [sanitize] [wheel]
+# Usage: tools/setup.sh [core] [python] [demo] [lint] [sanitize] [wheel] [peer]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -53,6 +53,17 @@ need_venv() {
   fi
 }
 
+# An environment of its own: build/peer.
+need_peer() {
+  local stamp="build/peer/.stamp-$(sha256sum requirements/peer-soup.txt | cut -c1-16)"
+  [ -e "$stamp" ] && return
+  echo "setup: build/peer <- requirements/peer-soup.txt"
+  rm -rf build/peer
+  .venv/bin/python -m uv venv -q --python .venv/bin/python build/peer
+  .venv/bin/python -m uv pip install -q --python build/peer/bin/python -r requirements/peer-soup.txt
+  touch "$stamp"
+}
+
 mkdir -p build
 for part in "$@"; do
   case $part in
@@ -61,7 +72,8 @@ for part in "$@"; do
     demo) pip_install demo requirements/demo.txt --no-deps ;;
     lint) need_apt "${apt_lint[@]}" ;;
     sanitize) need_apt "${apt_sanitize[@]}" ;;
+    peer) need_peer ;;
     wheel) pip_install wheel requirements/wheel.txt ;;
-    *) echo "setup: unknown part '$part', expected core, python, demo, lint, sanitize or wheel" >&2; exit 1 ;;
+    *) echo "setup: unknown part '$part', expected core, python, demo, lint, sanitize, wheel or peer" >&2; exit 1 ;;
   esac
 done
