@@ -4,6 +4,7 @@
 
 #include <cuda.h>
 
+#include "device/fault.h"
 #include "device/ptx.cuh"
 
 namespace nybble::device {
@@ -59,7 +60,9 @@ __device__ __forceinline__ uint32_t peer_address(uint32_t address, uint32_t rank
 }
 
 // Orders this thread's shared-memory accesses before later ones of TMA, bulk copies and wgmma.
-__device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void async_proxy_fence() {
+  if (!NYBBLE_FAULT(kNoProxyFence)) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map)); }
 // Box of `map` at (x, y), x innermost, elements; outside the tensor it reads zeros.
 __device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap* map, uint32_t barrier, int x, int y) {
@@ -110,7 +113,9 @@ __device__ __forceinline__ void lower_register_limit() {
 }
 
 // Programmatic dependent launch. wait: until the grids before this one are complete and visible (at once after an ordinary launch).
-__device__ __forceinline__ void wait_for_previous_grids() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous_grids() {
+  if (!NYBBLE_FAULT(kNoGridWait)) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 __device__ __forceinline__ void allow_next_grid() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // 8x8 matrices of 16-bit values to shared memory; lane i gives the address of row i of 32.

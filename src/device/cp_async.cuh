@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "device/fault.h"
 #include "device/ptx.cuh"
 
 namespace nybble::device {
@@ -34,7 +35,7 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 // Waits until at most PENDING of this thread's latest groups are under way.
 template <int PENDING>
 __device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+  if (!NYBBLE_FAULT(kCopyNotAwaited)) asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 }  // namespace nybble::device

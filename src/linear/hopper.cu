@@ -44,6 +44,7 @@ CUtensorMap tensor_map(const Matrix& m) {
 }
 
 uint64_t next_nonce() {
+  if (NYBBLE_FAULT(kFlagNotReset)) return 1;
   static std::atomic<uint64_t> next{[] {
     std::random_device random;
     return static_cast<uint64_t>(random()) << 32 | random();

@@ -74,16 +74,19 @@ struct Consumer {
     } else if (leader()) {
       if (half == 0) barrier_arrive(barriers.empty_x(x_slot));
       if (half != rank) barrier_expect(barriers.full_w(half, w_slot), kHalfBytes);
-      barrier_arrive_remote(empty_w0 + 8 * w_slot);
+      barrier_arrive_remote(empty_w0 + 8 * (NYBBLE_FAULT(kReleasedUnread) ? (w_slot + 2) % TILE::W_SLOTS : w_slot));
     }
+    NYBBLE_DELAY(1);
   }
 
   // ---- the multiply
 
   __device__ __forceinline__ void multiply_stage(int stage, uint32_t group, int accumulate) {
     const int x_slot = stage % TILE::X_SLOTS, w_slot = stage % TILE::W_SLOTS;
-    barrier_wait(barriers.full_x(x_slot), ring_parity<UNROLL, TILE::X_SLOTS>(stage, group));
-    barrier_wait(barriers.full_w(half, w_slot), ring_parity<UNROLL, TILE::W_SLOTS>(stage, group));
+    NYBBLE_DELAY(2);
+    barrier_wait(barriers.full_x(x_slot), ring_parity<UNROLL, TILE::X_SLOTS>(stage, group) ^ NYBBLE_FAULT(kWrongParity));
+    if (half == rank || !NYBBLE_FAULT(kPeerNotAwaited))
+      barrier_wait(barriers.full_w(half, w_slot), ring_parity<UNROLL, TILE::W_SLOTS>(stage, group));
     const uint64_t a = weight_descriptor + w_slot * (kWeightBytes >> 4), b = x_descriptor + x_slot * (TILE::X_BYTES >> 4);
     constexpr bool TRANSPOSED = DIRECTION == Direction::kGradInput;
     constexpr int kNextA = (TRANSPOSED ? 16 * 128 : 16 * 2) >> 4;  // 16 of the reduction further: 16 rows, or 16 columns
@@ -106,8 +109,9 @@ struct Consumer {
         }
         asm volatile("" : "+r"(next_step), "+r"(next_token));
         if (s > 0) {
+          if (NYBBLE_FAULT(kReleasedEarly)) release(s - 1, group, next_step, next_token);
           wgmma_wait<1>();
-          release(s - 1, group, next_step, next_token);
+          if (!NYBBLE_FAULT(kReleasedEarly)) release(s - 1, group, next_step, next_token);
         } else {
           if (step > begin) wgmma_wait<1>();
           if (step > begin || segment > 0) release(UNROLL - 1, group ^ 1, next_step, next_token);  // at begin: of the tile before
@@ -246,10 +250,11 @@ struct Consumer {
     uint64_t* flag = flag_of(block, reader);
     while (load_acquire(flag) != p.nonce) {
     }
-    *flag = 0;
+    if (!NYBBLE_FAULT(kFlagNotReset) && !NYBBLE_FAULT(kFlagNotCleared)) *flag = 0;
   }
   __device__ __forceinline__ void store_partial_chunks(int skip_first, int skip_last) const {
     float4* to = partials_of(static_cast<int>(blockIdx.x));
+    NYBBLE_DELAY(3);
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       if (c >= skip_first && c < skip_last) continue;

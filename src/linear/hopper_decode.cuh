@@ -41,6 +41,7 @@ struct Decoder {
 
   // Issues the loads of the next job; `more` turns false after the last one.
   __device__ __forceinline__ void load_packed() {
+    NYBBLE_DELAY(4);
     if (step >= end) {
       const auto e = list.read(segment++);
       end = e.end;
@@ -124,6 +125,7 @@ struct Decoder {
 
   __device__ __forceinline__ void store(const uint32_t (&out)[ROWS][8][4]) {
     const uint32_t row = weights + lane * 128, swizzle = lane & 7;
+    NYBBLE_DELAY(5);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
 #pragma unroll

@@ -228,6 +228,7 @@ __device__ __forceinline__ void run_stage(const Params& p, X& x, W& w, Fragments
 #pragma unroll
   for (int step = 0; step < 4; step++) {
     if (step == 3) {
+      NYBBLE_DELAY(12);
       device::wait_copies<0>();
       __syncthreads();
       x.issue(p, BUFFER, left > 2, BUFFER);

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "device/fault.h"
 #include "device/ptx.cuh"
 #include "linear/portable_params.h"
 
@@ -76,6 +77,7 @@ template <class C>
 __device__ __forceinline__ bool hand_over(const Params& p, const Segment& s, float (&sums)[C::kTilesM][C::kTilesN][4], int thread) {
   constexpr int kTile = C::kBlockM * C::kBlockN;
   if (s.begin > 0) {
+    NYBBLE_DELAY(11);
     float4* mine = reinterpret_cast<float4*>(p.partials + static_cast<size_t>(rank()) * kTile) + thread;
 #pragma unroll
     for (int i = 0; i < C::kTilesM; i++) {

@@ -26,6 +26,7 @@ struct Copier {
 
   // Packed bytes and scales of the next unit. A box of codes holds 4 units side by side: forward loads it for the first of them only.
   __device__ __forceinline__ void load_unit() {
+    NYBBLE_DELAY(6);
     const int row_block = L::FORWARD ? tile : step, column_block = L::FORWARD ? step : tile;
     const uint32_t bar = s.full_stage(stage.slot);
     const uint32_t nested_bytes = p.nested ? p.k >> 4 : 0;  // k / 64 nested scales belong to 256 rows
@@ -47,6 +48,7 @@ struct Copier {
   }
 
   __device__ __forceinline__ void load_x() {
+    NYBBLE_DELAY(7);
     const uint32_t bar = L::PERMUTE_HERE ? s.raw_x(slot.slot) : s.full_x(slot.slot), to = s.x(slot.slot);
     barrier_expect(bar, L::X_SLOT_BYTES);
     if constexpr (L::PERMUTE_HERE) {
@@ -89,6 +91,7 @@ __device__ __forceinline__ void permute_x(const Smem<L>& s, int units, int warp,
   const uint32_t write0 = row * 128 + ((matrix ^ row) << 4), write1 = row * 128 + (((4 + matrix) ^ row) << 4);
   Ring<L::X_SLOTS> slot;
   for (int u = 0; u < units; u++) {
+    NYBBLE_DELAY(8);
     barrier_wait(s.raw_x(slot.slot), slot.parity);
 #pragma unroll 2
     for (int j = warp; j < 4 * L::GROUPS; j += kPermuteWarps) {

@@ -84,7 +84,9 @@ struct ForwardConsumer {
       next_lower = scales.read(of.slot, codes, row + 8, 4 * at_step + block);
     };
     for (int unit = first; unit < end; unit++) {
+      NYBBLE_DELAY(9);
       barrier_wait(s.full_stage(stage.slot), stage.parity);
+      if (NYBBLE_FAULT(kReleasedEarly) && lane == 0) barrier_arrive(s.empty_stage(stage.slot));
       const uint32_t packed = s.packed(stage.slot) + row_at;
       if (!SCALES_AHEAD || unit == first) read_scales(stage, code_buffer, step);
       const float upper_scale = next_upper, lower_scale = next_lower;
@@ -108,7 +110,7 @@ struct ForwardConsumer {
         const uint32_t lower_word = W % 4 == 0 ? lower.x : W % 4 == 1 ? lower.y : W % 4 == 2 ? lower.z : lower.w;
         decode<W>(table, upper_word, lower_word, upper_scale, lower_scale, a[kBuffer][kAt], a[kBuffer][kAt + 1]);
         if constexpr (W % WORDS != WORDS - 1) return;
-        if (L::PERMUTE_HERE ? W == WORDS - 1 : W % 2 == 0) barrier_wait(s.full_x(slot.slot), slot.parity);
+        if (L::PERMUTE_HERE ? W == WORDS - 1 : W % 2 == 0) barrier_wait(s.full_x(slot.slot), slot.parity ^ NYBBLE_FAULT(kWrongParity));
         const uint64_t x = wgmma_descriptor(s.x(slot.slot) + (L::PERMUTE_HERE ? (W >> 1) * L::X_BYTES : (W & 1) * 64));
         wgmma_fence();
 #pragma unroll
@@ -138,7 +140,7 @@ struct ForwardConsumer {
       word_step.template operator()<7>();
       if (!L::PERMUTE_HERE && lane == 0) barrier_arrive(s.empty_x(read_slot));
       __syncwarp();
-      if (lane == 0) barrier_arrive(s.empty_stage(stage.slot));
+      if (!NYBBLE_FAULT(kReleasedEarly) && lane == 0) barrier_arrive(s.empty_stage(stage.slot));
       stage.advance();
       step++;
       if (step == p.work.units || unit + 1 == end) {

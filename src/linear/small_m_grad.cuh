@@ -117,7 +117,9 @@ struct GradConsumer {
       }
     };
     for (int unit = first; unit < end; unit++) {
+      NYBBLE_DELAY(10);
       barrier_wait(s.full_stage(stage.slot), stage.parity);
+      if (NYBBLE_FAULT(kReleasedEarly) && lane == 0) barrier_arrive(s.empty_stage(stage.slot));
       const uint32_t packed = s.packed(stage.slot) + first_row * 128;
       if (!SCALES_AHEAD || unit == first) read_scales(stage.slot, tile);
       __syncwarp();
@@ -141,7 +143,7 @@ struct GradConsumer {
             const int i = q * BYTES + B;  // wgmma of this part, issued in pairs
             decode<B>(words, upper, lower, a[i >> 1 & 1][i & 1]);
             if ((i & 1) == 0) return;
-            if (i == 1) barrier_wait(s.full_x(slot.slot), slot.parity);
+            if (i == 1) barrier_wait(s.full_x(slot.slot), slot.parity ^ NYBBLE_FAULT(kWrongParity));
             const uint64_t x = wgmma_descriptor(s.x(slot.slot));
             wgmma_fence();
             wgmma_rs<T>(sum[BYTES > 1 ? B - 1 : 0], a[i >> 1 & 1][0], x + 2 * (BYTES > 1 ? q : q - 1));
@@ -165,7 +167,7 @@ struct GradConsumer {
       if (lane == 0) barrier_arrive(s.empty_x(read_slot));
       slot.skip(4 - PARTS);
       __syncwarp();
-      if (lane == 0) barrier_arrive(s.empty_stage(stage.slot));
+      if (!NYBBLE_FAULT(kReleasedEarly) && lane == 0) barrier_arrive(s.empty_stage(stage.slot));
       stage.advance();
       if (++step == p.work.units || unit + 1 == end) {
         store_partial(sum, slot_of_piece(cta, tile));

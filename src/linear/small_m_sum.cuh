@@ -115,6 +115,7 @@ __global__ void __launch_bounds__(kSumThreads, 16) sum_partials(const __grid_con
 static __global__ void __launch_bounds__(kZeroThreads) zero_counters(int* counters, int count) {
   wait_for_previous_grids();  // they may use the workspace
   allow_next_grid();
+  if (NYBBLE_FAULT(kFlagNotReset)) return;
   for (int i = static_cast<int>(threadIdx.x); i < count; i += kZeroThreads) counters[i] = 0;
 }
 

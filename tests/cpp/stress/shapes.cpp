@@ -1,0 +1,167 @@
+#include "stress/shapes.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <sstream>
+
+#include "linear/hopper.h"
+#include "linear/portable.h"
+#include "linear/row.h"
+#include "linear/small_m.h"
+#include "nybble/error.h"
+
+namespace nybble::stress {
+namespace {
+
+int32_t alignment_of(int64_t offset) { return offset == 0 ? 256 : static_cast<int32_t>(std::min<int64_t>(256, offset & -offset)); }
+
+// Sizes near multiples of a tile are where tails go wrong.
+int64_t near_multiple(Random& random, int64_t value, int64_t tile) {
+  if (!random.one_in(3)) return value;
+  return std::max<int64_t>(1, (value + tile - 1) / tile * tile + random.in(-1, 1));
+}
+
+void draw_format(Random& random, LinearProblem& p) {
+  p.dtype = random.one_in(2) ? DType::kFloat16 : DType::kBFloat16;
+  p.direction = random.one_in(2) ? Direction::kForward : Direction::kGradInput;
+  p.quant_type = random.one_in(4) ? QuantType::kFp4 : QuantType::kNf4;
+  p.nested = !random.one_in(4);
+  p.bias = p.direction == Direction::kForward && random.one_in(3);
+  p.mode = LinearMode::kFused;
+  p.m = near_multiple(random, random.log_in(1, 1200), 64);
+}
+
+void draw_shape(Random& random, LinearPath path, LinearProblem& p) {
+  p.block_size = 64;
+  switch (path) {
+    case LinearPath::kHopper:
+      p.block_size = random.one_in(2) ? 64 : 64 << random.in(0, 3);
+      p.n = 8 * random.log_in(1, 700);
+      p.k = p.block_size * std::max<int64_t>(1, random.log_in(64, 8192) / p.block_size);
+      break;
+    case LinearPath::kSmallM:
+      p.m = std::min<int64_t>(near_multiple(random, random.log_in(1, 128), 8), 128);
+      p.n = 256 * random.log_in(1, 24);
+      p.k = 1024 * random.in(1, 6);
+      break;
+    case LinearPath::kRow:
+      p.m = random.in(1, kRowMaxTokens);
+      p.block_size = 32 << random.in(0, 4);
+      p.n = near_multiple(random, random.log_in(1, 6000), 8);
+      p.k = 32 * random.log_in(1, 256);
+      break;
+    default:
+      if (random.one_in(3)) {  // the general variant: nothing divides anything
+        p.block_size = 32 << random.in(0, 4);
+        p.n = random.log_in(1, 3000);
+        p.k = random.log_in(1, 3000);
+      } else {
+        p.block_size = 64 << random.in(0, 3);
+        p.n = 8 * random.log_in(1, 500);
+        p.k = 64 * random.log_in(1, 100);
+      }
+  }
+}
+
+// Offsets of the operands and the strides and alignments that follow from them.
+void place(Random& random, bool odd, Case& c) {
+  LinearProblem& p = c.problem;
+  const auto offset = [&](int64_t grain) { return random.in(0, kPoolSlack / grain - 1) * grain; };
+  c.in_offset = offset(odd ? 2 : 16);
+  c.packed_offset = offset(odd ? 1 : 16);
+  c.codes_offset = offset(odd ? 1 : 16);
+  c.scales_offset = offset(odd ? 4 : 16);
+  c.bias_offset = offset(2);
+  if (random.one_in(3)) c.in_row_stride = c.reduction() + (odd ? random.in(0, 40) : (8 - c.reduction() % 8) % 8 + 8 * random.in(0, 8));
+  p.x_row_stride = c.in_row_stride;
+  p.x_alignment = alignment_of(c.in_offset);
+  p.packed_alignment = alignment_of(c.packed_offset);
+  p.scales_alignment = alignment_of(c.scales_offset);
+  if (p.nested) p.scales_alignment = std::min(p.scales_alignment, alignment_of(c.codes_offset));
+}
+
+bool fits(const Case& c, double size) {
+  const LinearProblem& p = c.problem;
+  const auto below = [size](int64_t value, int64_t limit) { return static_cast<double>(value) <= size * static_cast<double>(limit); };
+  const int64_t stride = std::max(c.in_row_stride, c.reduction());
+  return below(p.n * p.k, kMaxWeights) && below(p.m * stride, kMaxActivations) && below(p.m * c.columns(), kMaxOutputs) &&
+         below(p.m * p.n * p.k, kMaxProducts);
+}
+
+std::string refusal(LinearPath path, const LinearProblem& p, const DeviceModel& device) {
+  switch (path) {
+    case LinearPath::kHopper:
+      return supports_hopper(p, device);
+    case LinearPath::kSmallM:
+      return supports_small_m(p, device);
+    case LinearPath::kPortable:
+      return supports_portable(p, device);
+    case LinearPath::kRow:
+      return supports_row(p, device);
+    default:
+      return "no kernel of this path";
+  }
+}
+
+// A plan for fewer multiprocessors gives every CTA more work, so that rings go round and CTAs meet cut tiles, on small problems too.
+DeviceModel draw_device(Random& random, const DeviceModel& device) {
+  DeviceModel model = device;
+  if (!random.one_in(3)) model.sm_count = static_cast<int>(random.log_in(2, device.sm_count));
+  return model;
+}
+
+LinearPlan draw_plan(Random& random, LinearPath path, const LinearProblem& p, const DeviceModel& device) {
+  if (path == LinearPath::kRow) return plan_row(p, device);
+  if (path == LinearPath::kSmallM) return plan_small_m_as(p, device, static_cast<SmallMSum>(random.in(0, kSmallMSums - 1)));
+  if (path == LinearPath::kHopper) {
+    if (random.one_in(8)) return plan_hopper(p, device);
+    return plan_hopper_as(
+        p, device,
+        {static_cast<HopperTile>(random.in(0, kHopperTiles - 1)), static_cast<HopperSchedule>(random.in(0, kHopperSchedules - 1)),
+         static_cast<HopperScales>(random.in(0, kHopperScales - 1)), static_cast<int>(random.in(1, 6))});
+  }
+  if (!supports_portable_fast(p, device).empty()) return plan_portable_as(kPortableGeneral, random.one_in(2), p, device);
+  return plan_portable_as(static_cast<PortableVariant>(random.in(0, 4)), random.one_in(2), p, device);
+}
+
+}  // namespace
+
+int64_t Random::log_in(int64_t low, int64_t high) {
+  const double part = static_cast<double>(next() >> 11) * 0x1p-53;
+  const double value =
+      std::exp(std::log(static_cast<double>(low)) + part * std::log(static_cast<double>(high + 1) / static_cast<double>(low)));
+  return std::clamp(static_cast<int64_t>(value), low, high);
+}
+
+Case draw_case(uint64_t seed, LinearPath path, const DeviceModel& device, double size) {
+  Random random(seed);
+  std::string reason;
+  for (int attempt = 0; attempt < 1000; attempt++) {
+    Case c;
+    c.seed = seed;
+    draw_format(random, c.problem);
+    draw_shape(random, path, c.problem);
+    place(random, path == LinearPath::kPortable && random.one_in(3), c);
+    if (!fits(c, size)) continue;
+    const DeviceModel model = draw_device(random, device);
+    reason = refusal(path, c.problem, model);
+    if (!reason.empty()) continue;
+    c.plan = draw_plan(random, path, c.problem, model);
+    return c;
+  }
+  fail(ErrorKind::kUnsupported, "path ", name(path), " on ", device.name,
+       " takes none of 1000 random problems, the last one because: ", reason);
+}
+
+std::string to_string(const Case& c) {
+  const LinearProblem& p = c.problem;
+  std::ostringstream text;
+  text << (p.direction == Direction::kForward ? "forward" : "grad_x") << " m " << p.m << " n " << p.n << " k " << p.k << ' '
+       << name(p.dtype) << ' ' << name(p.quant_type) << (p.nested ? " nested" : " plain") << " block " << p.block_size
+       << (p.bias ? " bias" : "") << " stride " << c.in_row_stride << " aligned " << p.x_alignment << '/' << p.packed_alignment << '/'
+       << p.scales_alignment << " seed 0x" << std::hex << c.seed << std::dec << " | " << to_string(c.plan);
+  return text.str();
+}
+
+}  // namespace nybble::stress

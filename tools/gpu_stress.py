@@ -1,0 +1,110 @@
+"""Random multiplies on a GPU, and the proof that they would see a race: planted faults must be caught.
+
+    python tools/gpu_stress.py linear_stress [--faults linear_stress_of_a_fault_build] [--cases 10000] [--json FILE]
+
+The first program is the product's (NYBBLE_FAULT_SWITCHES off). The second comes from a build with the switches on; it
+runs once without a fault, with delays, and must be right; then once for every fault and path that the fault can
+concern, several at a time. A fault is caught by a wrong output, a hang or a CUDA error within --limit seconds; delays
+change until it is.
+Exit code 1 when the product or the build without a fault is wrong, or a fault is not caught.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import pathlib
+import subprocess
+import sys
+import time
+
+ALL_PATHS = "hopper,small_m,portable,row"
+# What each fault can concern. small_m, portable and row have no clusters; portable and row no TMA; row no flags.
+FAULTS = {
+    "no_proxy_fence": ("hopper", "small_m"),
+    "released_early": ("hopper", "small_m"),
+    "wrong_parity": ("hopper", "small_m"),
+    "peer_not_awaited": ("hopper",),
+    "flag_not_reset": ("hopper", "small_m", "portable"),
+    "flag_not_cleared": ("hopper",),
+    "no_grid_wait": ("hopper", "small_m"),
+    "copy_not_awaited": ("hopper", "portable"),
+}
+# One visit in `odds` of a place sleeps up to `ns`; 0: none.
+DELAYS = ((40, 3000), (0, 1), (400, 30000), (7, 500))
+CAUGHT = {1: "wrong output", 3: "hang", 4: "CUDA error"}
+
+
+def run(binary, limit, **options):
+    """(exit code, seconds, text) of linear_stress; code 124 when it ran past the limit."""
+    command = [str(binary)] + [str(part) for key, value in options.items() for part in (f"--{key}", value)]
+    start = time.time()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired as late:
+        return 124, time.time() - start, f"{late.stdout or ''}"
+    return done.returncode, time.time() - start, done.stdout + done.stderr
+
+
+def last_line(text):
+    return text.strip().splitlines()[-1] if text.strip() else "no output"
+
+
+def verdict_line(text):
+    lines = [line for line in text.splitlines() if line.startswith(("WRONG", "HANG", "ERROR", "RIGHT"))]
+    return lines[0] if lines else last_line(text)
+
+
+def hunt(binary, fault, path, limit):
+    """One cell of the table: what caught the fault on this path, after how many seconds, with which delays."""
+    start = time.time()
+    share = limit / len(DELAYS)
+    for number, (odds, ns) in enumerate(DELAYS):
+        options = {"delay-odds": odds, "delay-ns": ns, "hang-seconds": 4, "seconds": share, "cases": 10**9}
+        code, _, text = run(binary, share + 20, paths=path, fault=fault, seed=number + 1, **options)
+        if code != 0:
+            caught = CAUGHT.get(code, f"exit {code}")
+            return dict(fault=fault, path=path, caught=caught, ok=code in CAUGHT, seconds=time.time() - start) | dict(
+                delay_odds=odds, delay_ns=ns, text=verdict_line(text)
+            )
+    return dict(fault=fault, path=path, caught=None, ok=False, seconds=time.time() - start, text=verdict_line(text))
+
+
+def green(title, binary, limit, **options):
+    code, seconds, text = run(binary, limit, **options)
+    print(f"{title}: exit {code}, {seconds:.1f} s, {verdict_line(text)[:300]}", flush=True)
+    if code != 0:
+        print(text[-3000:])
+    return dict(arm=title, ok=code == 0, code=code, seconds=seconds, text=text)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("product", type=pathlib.Path)
+    parser.add_argument("--faults", type=pathlib.Path, help="the program of a build with NYBBLE_FAULT_SWITCHES=ON")
+    parser.add_argument("--cases", type=int, default=10000)
+    parser.add_argument("--paths", default=ALL_PATHS)
+    parser.add_argument("--limit", type=float, default=60, help="seconds for one fault on one path")
+    parser.add_argument("--jobs", type=int, default=5, help="fault programs at a time")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=pathlib.Path)
+    arguments = parser.parse_args()
+    common = dict(paths=arguments.paths, cases=arguments.cases, seed=arguments.seed)
+    record = {"green": [green("product", arguments.product, 300, **common)], "faults": []}
+    if arguments.faults:
+        delays = {"delay-odds": DELAYS[0][0], "delay-ns": DELAYS[0][1]}
+        record["green"].append(green("no fault, delays", arguments.faults, 300, **common, **delays))
+        cells = [(fault, path) for fault, paths in FAULTS.items() for path in paths if path in arguments.paths]
+        with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+            results = list(pool.map(lambda cell: hunt(arguments.faults, *cell, arguments.limit), cells))
+        record["faults"] = results
+        print(f"{'fault':17s} {'path':9s} {'caught by':13s} {'s':>5s}  delays (one in, ns)")
+        for r in results:
+            delays = f"{r['delay_odds']}, {r['delay_ns']}" if "delay_odds" in r else ""
+            print(f"{r['fault']:17s} {r['path']:9s} {r['caught'] or 'NOT CAUGHT':13s} {r['seconds']:5.1f}  {delays}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if all(row["ok"] for row in record["green"] + record["faults"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
