@@ -9,6 +9,7 @@
 #include "core/parallel.h"
 #include "nybble/cuda.h"
 #include "nybble/linear.h"
+#include "nybble/tune.h"
 #include "weight.h"
 
 namespace nybble::binding {
@@ -234,7 +235,7 @@ Tensor run(Call& call) {
     return out.numel() == 0 ? out : torch::stable::zero_(out);
   }
   const LinearProblem problem = problem_of(call, operands);
-  const LinearPlan plan = plan_linear(problem, model_of(device));
+  const LinearPlan plan = plan_linear(problem, model_of(device), device.cuda() ? active_tune_table() : nullptr);
   if (plan.path != LinearPath::kDequant) return run_fused(call, operands, problem, plan);
   const bool panels = device.cuda() && operands.dtype == DType::kFloat32 && call.mode != LinearMode::kDequant;
   return panels ? run_panels(call, operands) : run_dequant(call, operands);

@@ -79,6 +79,12 @@ NYBBLE_EXPORT int nybble_linear_workspace(const nybble_linear_call* call, int64_
 /* The plan or, where no fused path takes the call, the reason, as text: at most `size` bytes with the final zero. *fused: 1 or 0. */
 NYBBLE_EXPORT int nybble_linear_plan(const nybble_linear_call* call, int32_t* fused, char* text, size_t size);
 
+/* The table of measured choices that plans on CUDA devices follow, docs/tune.md. Set: JSON text; null or an empty table: none. A text that
+ * is wrong is refused, and the table before it stays. Get: the JSON text of the active one ("" when there is none), at most `size` bytes
+ * with the final zero; *needed: the bytes that the whole text takes; *hash: what plans print. The first use reads $NYBBLE_TUNE. */
+NYBBLE_EXPORT int nybble_set_tune_table(const char* json);
+NYBBLE_EXPORT int nybble_tune_table(char* text, size_t size, size_t* needed, uint64_t* hash);
+
 /* x: `count` values of dtype; packed: [(count + 1) / 2]; absmax: [ceil(count / block_size)]. All on `device`. */
 NYBBLE_EXPORT int nybble_quantize_4bit(const void* x, int32_t dtype, int64_t count, int32_t block_size, int32_t quant_type, uint8_t* packed,
                                        float* absmax, int32_t device, void* stream);

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "nybble/linear.h"
@@ -39,5 +40,18 @@ class TuneTable {
  private:
   std::vector<TuneEntry> entries_;  // sorted
 };
+
+// The text of a table, docs/tune.md: entries one a line, sorted, so that equal tables have equal texts. Measured times travel beside the
+// table, not in it.
+std::string to_json(const TuneTable& table);
+// Throws kFormat with `source` and the number of the entry for anything that is not such a text: bad JSON, another version, an unknown key
+// or path, an overlap.
+TuneTable tune_table_from_json(std::string_view text, const std::string& source);
+
+// The table that plans of this process follow: what was set last, or the file that the environment variable NYBBLE_TUNE names, or null.
+// That file is read once; one that is missing or wrong is an error at every plan, never a plan without it. A table once returned lives as
+// long as the process. Thread safe.
+const TuneTable* active_tune_table();
+void set_active_tune_table(const TuneTable& table);  // an empty table: none, whatever NYBBLE_TUNE says
 
 }  // namespace nybble

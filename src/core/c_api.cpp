@@ -10,6 +10,7 @@
 #include "core/parallel.h"
 #include "nybble/cuda.h"
 #include "nybble/linear.h"
+#include "nybble/tune.h"
 
 namespace {
 
@@ -108,9 +109,14 @@ DeviceModel model_of(int32_t device) {
 #endif
 }
 
+// Plans on CUDA devices follow the active tune table.
+LinearPlan plan_on(const LinearProblem& problem, const DeviceModel& device) {
+  return plan_linear(problem, device, device.sm == 0 ? nullptr : active_tune_table());
+}
+
 void run_linear(const nybble_linear_call& call) {
   const LinearProblem problem = problem_of(call);
-  const LinearPlan plan = plan_linear(problem, model_of(call.device));
+  const LinearPlan plan = plan_on(problem, model_of(call.device));
   if (plan.path == LinearPath::kNone) return;
   if (plan.path == LinearPath::kDequant) {
     fail(ErrorKind::kUnsupported, "no fused path: ", plan.reason, "; call nybble_dequantize_4bit() and multiply with a dense matmul");
@@ -180,7 +186,7 @@ int nybble_linear_workspace(const nybble_linear_call* call, int64_t* bytes) {
   return run_recorded([&] {
     require(call, "call");
     require(bytes, "bytes");
-    *bytes = plan_linear(problem_of(*call), model_of(call->device)).workspace_bytes;
+    *bytes = plan_on(problem_of(*call), model_of(call->device)).workspace_bytes;
   });
 }
 
@@ -193,7 +199,24 @@ int nybble_linear_plan(const nybble_linear_call* call, int32_t* fused, char* tex
     const DeviceModel device = model_of(call->device);
     const std::string refusal = supports_fused(problem, device);
     *fused = refusal.empty() ? 1 : 0;
-    copy_text(refusal.empty() ? to_string(plan_linear(problem, device)) : refusal, text, size);
+    copy_text(refusal.empty() ? to_string(plan_on(problem, device)) : refusal, text, size);
+  });
+}
+
+int nybble_set_tune_table(const char* json) {
+  return run_recorded([&] { set_active_tune_table(json ? tune_table_from_json(json, "given as text") : TuneTable{}); });
+}
+
+int nybble_tune_table(char* text, size_t size, size_t* needed, uint64_t* hash) {
+  return run_recorded([&] {
+    require(needed, "needed");
+    require(hash, "hash");
+    const TuneTable* table = active_tune_table();
+    const std::string json = table ? to_json(*table) : "";
+    *needed = json.size() + 1;
+    *hash = table ? table->hash() : 0;
+    if (size > 0) require(text, "text");
+    copy_text(json, text, size);
   });
 }
 
