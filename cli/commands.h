@@ -12,5 +12,7 @@ void add_quantize(CLI::App& app, Run& run);
 void add_inspect(CLI::App& app, Run& run);
 void add_verify(CLI::App& app, Run& run);
 void add_doctor(CLI::App& app, Run& run);
+void add_bench(CLI::App& app, Run& run);
+void add_tune(CLI::App& app, Run& run);
 
 }  // namespace nybble::cli

@@ -38,6 +38,8 @@ int run_command(int argc, char** argv) {
   add_inspect(app, run);
   add_verify(app, run);
   add_doctor(app, run);
+  add_bench(app, run);
+  add_tune(app, run);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

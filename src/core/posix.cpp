@@ -1,11 +1,13 @@
 #include "core/posix.h"
 
 #include <fcntl.h>
+#include <spawn.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -214,5 +216,20 @@ SystemLimits system_limits() {
 }
 
 bool is_terminal(int fd) { return ::isatty(fd) == 1; }
+
+int run_program(const std::vector<std::string>& command) {
+  std::vector<char*> arguments;
+  for (const std::string& part : command) arguments.push_back(const_cast<char*>(part.c_str()));
+  arguments.push_back(nullptr);
+  pid_t child = 0;
+  const int error = ::posix_spawnp(&child, arguments[0], nullptr, nullptr, arguments.data(), environ);
+  if (error == ENOENT) return kNoProgram;
+  if (error != 0) fail_errno("cannot run", command[0], error);
+  int status = 0;
+  while (::waitpid(child, &status, 0) < 0) {
+    if (errno != EINTR) fail_errno("cannot wait for", command[0], errno);
+  }
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
 
 }  // namespace nybble::posix

@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 namespace nybble::posix {
 
@@ -88,5 +89,10 @@ struct SystemLimits {
 };
 SystemLimits system_limits();
 bool is_terminal(int fd);
+
+// Runs a program found on PATH with our input, output and environment, and waits for it: its exit code, 128 + signal when it was killed,
+// kNoProgram when there is none of that name.
+constexpr int kNoProgram = 127;
+int run_program(const std::vector<std::string>& command);
 
 }  // namespace nybble::posix

@@ -1,0 +1,45 @@
+// nybble bench, nybble tune: measured by the Python package, because "dense" and the dequantise path are torch's own multiply there. These
+// commands find it and hand over; docs/decisions has the reason.
+#include <cstdlib>
+
+#include "commands.h"
+#include "core/posix.h"
+#include "nybble/error.h"
+
+namespace nybble::cli {
+namespace {
+
+// Runs `python -m module arguments...`; its exit code.
+int hand_over(const std::string& module, const std::vector<std::string>& arguments) {
+  const char* named = std::getenv("NYBBLE_PYTHON");
+  const std::string python = named && *named ? named : "python3";
+  const std::string probe = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('nybble') else 9)";
+  const int found = posix::run_program({python, "-c", probe});
+  if (found != 0) {
+    fail(ErrorKind::kUnsupported, found == posix::kNoProgram ? "there is no program " : "no package nybble in ", python,
+         "; the multiply is measured against torch's own, so install the Python package there, or name an interpreter that has it in "
+         "NYBBLE_PYTHON");
+  }
+  std::vector<std::string> command = {python, "-m", module};
+  command.insert(command.end(), arguments.begin(), arguments.end());
+  return posix::run_program(command);
+}
+
+void add_front(CLI::App& app, Run& run, const std::string& name, const std::string& module, const std::string& text) {
+  CLI::App* command = app.add_subcommand(name, text);
+  command->set_help_flag();  // the options, --help among them, are the package's
+  command->prefix_command();
+  command->callback([command, module, &run] { run = [command, module] { return hand_over(module, command->remaining()); }; });
+}
+
+}  // namespace
+
+void add_bench(CLI::App& app, Run& run) {
+  add_front(app, run, "bench", "nybble.bench", "linear: times of every path of the multiply on this machine, beside dense torch");
+}
+
+void add_tune(CLI::App& app, Run& run) {
+  add_front(app, run, "tune", "nybble.tune", "Measures the paths on this card and keeps a table of choices");
+}
+
+}  // namespace nybble::cli
