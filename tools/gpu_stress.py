@@ -21,6 +21,7 @@ ALL_PATHS = "hopper,small_m,portable,row"
 # What each fault can concern. small_m, portable and row have no clusters; portable and row no TMA; row no flags.
 FAULTS = {
     "no_proxy_fence": ("hopper", "small_m"),
+    "released_unread": ("hopper",),
     "released_early": ("hopper", "small_m"),
     "wrong_parity": ("hopper", "small_m"),
     "peer_not_awaited": ("hopper",),
@@ -30,7 +31,7 @@ FAULTS = {
     "copy_not_awaited": ("hopper", "portable"),
 }
 # One visit in `odds` of a place sleeps up to `ns`; 0: none.
-DELAYS = ((40, 3000), (0, 1), (400, 30000), (7, 500))
+DELAYS = ((40, 3000), (0, 1), (400, 30000), (7, 500), (15, 8000))
 CAUGHT = {1: "wrong output", 3: "hang", 4: "CUDA error"}
 
 
@@ -43,6 +44,11 @@ def run(binary, limit, **options):
     except subprocess.TimeoutExpired as late:
         return 124, time.time() - start, f"{late.stdout or ''}"
     return done.returncode, time.time() - start, done.stdout + done.stderr
+
+
+def has_switches(binary):
+    """Whether a program was built with fault switches; src/device/fault.cpp puts the mark there."""
+    return b"nybble_fault_switches_mark" in binary.read_bytes()
 
 
 def last_line(text):
@@ -88,6 +94,9 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
+    if has_switches(arguments.product) or (arguments.faults and not has_switches(arguments.faults)):
+        print("the product has fault switches in it, or the fault build has none")
+        return 1
     common = dict(paths=arguments.paths, cases=arguments.cases, seed=arguments.seed)
     record = {"green": [green("product", arguments.product, 300, **common)], "faults": []}
     if arguments.faults:

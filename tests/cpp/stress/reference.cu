@@ -50,6 +50,22 @@ __global__ void random_scales(float* out, int64_t count, uint64_t seed) {
   if (i < count) out[i] = 0.01f + 0.09f * static_cast<float>(hash(i, seed) >> 40) * 0x1p-24f;
 }
 
+// 1 at one column of every row, zeros elsewhere, NaN between rows: the product is a column of the weight, to the bit.
+template <typename T>
+__global__ void one_hot_rows(T* out, int64_t count, int reduction, int64_t stride, int shift) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  const int64_t row = i / stride, column = i % stride;
+  const float inside = column == (row * 37 + shift) % reduction ? 1.0f : 0.0f;
+  out[i] = to_16_bit<T>(column < reduction ? inside : __int_as_float(0x7FFFFFFF));
+}
+
+__device__ float through(float v, DType dtype) {
+  if (dtype == DType::kBFloat16) return __bfloat162float(__float2bfloat16_rn(v));
+  if (dtype == DType::kFloat16) return __half2float(__float2half_rn(v));
+  return v;
+}
+
 struct DecodeParams {
   const uint8_t* packed;
   Scales scales;
@@ -73,7 +89,9 @@ __global__ void decode_weights(const DecodeParams p, T* out) {
   float scale;
   if (p.scales.nested()) {
     const float value = p.scales.nested_code[p.scales.absmax_codes[block]];
-    scale = __fadd_rn(flushed_product(value, p.scales.nested_absmax[block / kNestedBlockSize]), *p.scales.offset);
+    const DType dtype = p.scales.nested_dtype;
+    const float product = through(flushed_product(value, p.scales.nested_absmax[block / kNestedBlockSize]), dtype);
+    scale = through(__fadd_rn(product, through(*p.scales.offset, dtype)), dtype);
   } else {
     scale = p.scales.absmax[block];
   }
@@ -91,6 +109,7 @@ struct CheckParams {
   int64_t step, column;  // elements of the dense weight between neighbours along the reduction, between columns
   int m, columns, reduction;
   int index;
+  bool exact;
   double half_ulp;
   Report* report;
 };
@@ -147,7 +166,7 @@ __global__ void __launch_bounds__(256) check_outputs(const CheckParams p) {
       const double expected = sum[r][c] + (p.bias ? to_double(static_cast<const T*>(p.bias)[column]) : 0.0);
       const int64_t element = int64_t{token} * p.columns + column;
       const double found = to_double(static_cast<const T*>(p.out)[element]);
-      const double tolerance = fabs(expected) * p.half_ulp + size[r][c] * 0x1p-17 + 1e-7;
+      const double tolerance = p.exact ? 0.0 : fabs(expected) * p.half_ulp + size[r][c] * 0x1p-17 + 1e-7;
       if (!(fabs(found - expected) <= tolerance)) report_wrong(p.report, p.index, element, found, expected, tolerance);
     }
   }
@@ -195,12 +214,23 @@ void fill_activations(void* out, DType dtype, int64_t count, uint64_t seed, cuda
   check_launch();
 }
 
+void fill_one_hot(void* out, DType dtype, int64_t rows, int64_t reduction, int64_t stride, int shift, cudaStream_t stream) {
+  const int64_t count = (rows - 1) * stride + reduction;
+  if (dtype == DType::kFloat16) {
+    one_hot_rows<<<blocks_for(count), 256, 0, stream>>>(static_cast<__half*>(out), count, static_cast<int>(reduction), stride, shift);
+  } else {
+    one_hot_rows<<<blocks_for(count), 256, 0, stream>>>(static_cast<__nv_bfloat16*>(out), count, static_cast<int>(reduction), stride,
+                                                        shift);
+  }
+  check_launch();
+}
+
 void fill_scales(float* out, int64_t count, uint64_t seed, cudaStream_t stream) {
   random_scales<<<blocks_for(count), 256, 0, stream>>>(out, count, seed);
   check_launch();
 }
 
-void check_case(const Case& c, int index, const LinearArgs& args, void* dense, Report* report, cudaStream_t stream) {
+void check_case(const Case& c, int index, bool exact, const LinearArgs& args, void* dense, Report* report, cudaStream_t stream) {
   const LinearProblem& q = c.problem;
   const bool forward = q.direction == Direction::kForward;
   DecodeParams weight{args.weight.packed, args.weight.scales, q.n * q.k, q.block_size, {}};
@@ -218,6 +248,7 @@ void check_case(const Case& c, int index, const LinearArgs& args, void* dense, R
   p.columns = static_cast<int>(c.columns());
   p.reduction = static_cast<int>(c.reduction());
   p.index = index;
+  p.exact = exact;
   p.report = report;
   q.dtype == DType::kFloat16 ? check_typed<__half>(c, p, weight, dense, stream) : check_typed<__nv_bfloat16>(c, p, weight, dense, stream);
 }

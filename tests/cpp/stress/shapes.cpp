@@ -37,6 +37,7 @@ void draw_shape(Random& random, LinearPath path, LinearProblem& p) {
   switch (path) {
     case LinearPath::kHopper:
       p.block_size = random.one_in(2) ? 64 : 64 << random.in(0, 3);
+      if (p.nested && random.one_in(6)) p.nested_dtype = random.one_in(2) ? DType::kFloat16 : DType::kBFloat16;
       p.n = 8 * random.log_in(1, 700);
       p.k = p.block_size * std::max<int64_t>(1, random.log_in(64, 8192) / p.block_size);
       break;
@@ -158,9 +159,9 @@ std::string to_string(const Case& c) {
   const LinearProblem& p = c.problem;
   std::ostringstream text;
   text << (p.direction == Direction::kForward ? "forward" : "grad_x") << " m " << p.m << " n " << p.n << " k " << p.k << ' '
-       << name(p.dtype) << ' ' << name(p.quant_type) << (p.nested ? " nested" : " plain") << " block " << p.block_size
-       << (p.bias ? " bias" : "") << " stride " << c.in_row_stride << " aligned " << p.x_alignment << '/' << p.packed_alignment << '/'
-       << p.scales_alignment << " seed 0x" << std::hex << c.seed << std::dec << " | " << to_string(c.plan);
+       << name(p.dtype) << ' ' << name(p.quant_type) << (p.nested ? " nested " : " plain ") << name(p.nested_dtype) << " block "
+       << p.block_size << (p.bias ? " bias" : "") << " stride " << c.in_row_stride << " aligned " << p.x_alignment << '/'
+       << p.packed_alignment << '/' << p.scales_alignment << " seed 0x" << std::hex << c.seed << std::dec << " | " << to_string(c.plan);
   return text.str();
 }
 

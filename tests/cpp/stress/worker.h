@@ -55,8 +55,8 @@ class Worker {
   Worker(const Options& options, const Pools& pools, const DeviceModel& device, int index);
   ~Worker();
 
-  // Runs `count` cases; true while all outputs are right. Batches alternate between two eager runs, whose bits must be equal, and three
-  // replays of one graph on changing activations.
+  // Runs `count` cases; true while all outputs are right. A batch is one of: two eager runs, whose bits must be equal; three replays of one
+  // graph on changing activations; one-hot activations, where every output is a weight to the bit.
   bool run_batch(int count);
 
   const std::string& failure() const { return failure_; }
@@ -77,6 +77,7 @@ class Worker {
   void launch(const Memory& arena, bool backwards);
   void run_eager();
   void run_graph();
+  void run_one_hot();
   bool judge();
 
   const Options& options_;
@@ -87,6 +88,7 @@ class Worker {
   Memory activations_[2], first_, second_, workspace_, dense_, report_;
   std::vector<Item> items_;
   int64_t out_bytes_ = 0;
+  bool exact_ = false;
   std::string failure_;
   std::map<std::string, int64_t> counts_;
 };
