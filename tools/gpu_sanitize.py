@@ -3,8 +3,8 @@
     python tools/gpu_sanitize.py BUILD_DIR LOG_DIR [--faults LINEAR_STRESS_OF_A_FAULT_BUILD] [--json FILE]
 
 Tools run side by side. Findings are counted by place. Exit code 1 when one is not explained in EXPLAINED below, when a
-program fails, and when a control does not behave: a planted race that racecheck must report, and a barrier whose
-replacement must silence synccheck.
+program fails, and when a control does not behave: a planted race that racecheck must report, a barrier more that must
+silence it, and two warps that meet legally at one barrier, which synccheck must report.
 """
 
 import argparse
@@ -18,16 +18,22 @@ import time
 
 SMALL = "--streams 1 --batch 6 --size 0.03 --hang-seconds 300"
 # The test's own float64 loops are slow under instrumentation.
-SKIP_REFERENCE = "--kernel-regex-exclude kns=check_outputs"
+SKIP_REFERENCE = "--kernel-name-exclude kernel_substring=check_outputs"
 CODEC = "CudaCodec.Dequant*:CudaCodec.Wrong*:CudaGolden.*"
 NOT_HOPPER = "--paths row,portable,small_m"
-# (check, pattern of a place) -> why it is no fault.
+MEETS = "warps wait at one barrier from two places of the code: PTX counts warps, not places; see barrier_probe"
+# (check, pattern of a place) -> why it is no fault. Everything else that a tool reports is a failure.
 EXPLAINED = {
     ("initcheck_hopper", r"load_acquire"): "flags may hold anything before a launch: they are compared with its nonce",
+    ("synccheck_portable", r"run_stage"): MEETS,
+    ("synccheck_small_m", r"named_barrier.*small_m::multiply"): MEETS,
     (
-        "synccheck_small_m",
-        r"named_barrier.*small_m::multiply",
-    ): "a warp arrives (barrier.arrive) where the others wait; silent when it waits too, see synccheck_small_m_whole",
+        "racecheck",
+        r"Read access at .*load_matrices.* Write access at .*(copy_async_if|copy_async_fill|store_shared_u128)",
+    ): (
+        "after the last stage of a segment fragments are loaded that nobody uses, beside the first copies of the next "
+        "one; a branch there would cost 10-30%; racecheck_barrier ends these loads first and is silent"
+    ),
 }
 
 
@@ -48,9 +54,15 @@ def checks(build, faults):
         "racecheck": (f"--tool racecheck {SKIP_REFERENCE}", f"{stress} --cases 120 --seed 14", "clean"),
         "synccheck": (
             f"--tool synccheck {SKIP_REFERENCE}",
-            f"{stress} --cases 240 --seed 15 --paths hopper,portable,row",
+            f"{stress} --cases 240 --seed 15 --paths hopper,row",
             "clean",
         ),
+        "synccheck_portable": (
+            f"--tool synccheck {SKIP_REFERENCE}",
+            f"{stress} --cases 6 --seed 18 --paths portable",
+            "stopped",
+        ),
+        "barrier_probe": ("--tool synccheck", f"{build}/tests/cpp/stress/barrier_probe", "findings"),
         "synccheck_small_m": (
             f"--tool synccheck {SKIP_REFERENCE}",
             f"{stress} --cases 6 --seed 16 --paths small_m",
@@ -64,9 +76,9 @@ def checks(build, faults):
             f"{planted} --cases 6 --seed 17 --paths portable --fault copy_not_awaited",
             "findings",
         )
-        found["synccheck_small_m_whole"] = (
-            f"--tool synccheck {SKIP_REFERENCE}",
-            f"{planted} --cases 120 --seed 16 --paths small_m --fault whole_barrier",
+        found["racecheck_barrier"] = (
+            f"--tool racecheck {SKIP_REFERENCE}",
+            f"{planted} --cases 120 --seed 14 --fault segment_barrier",
             "clean",
         )
     return found

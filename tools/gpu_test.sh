@@ -1,16 +1,57 @@
 #!/usr/bin/env bash
-# GPU tests from a build folder: every C++ test binary, the Python tests with the GPU, the aliasing gate on it, then the tests of parts that are
-# CPU code (the store) with the GPU hidden. Usage: tools/gpu_test.sh PYTHON BUILD_DIR
-set -euo pipefail
-cd "$(dirname "$0")/.."
+# GPU tests from a build folder, in this order: every C++ test binary, 10,000 random multiplies, the Python tests with the GPU, the aliasing
+# gate, the portable kernels against float64, then the tests of parts that are CPU code (the store) with the GPU hidden. Beside them
+# the registers and spills of the kernels for this card, from the compiler. A table last: what ran, what did not and why.
+# Usage: tools/gpu_test.sh PYTHON BUILD_DIR
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit
 python=$1 build=$2
-export NYBBLE_BUILD_DIR=$build PYTHONPATH=python:${PYTHONPATH:-} HF_HUB_OFFLINE=1
+export NYBBLE_BUILD_DIR=$build PYTHONPATH=python:${PYTHONPATH:-} HF_HUB_OFFLINE=1 NYBBLE_REQUIRE_GPU=1
 cpu_only=(tests/python/cli)
-export NYBBLE_REQUIRE_GPU=1
+failed=0 rows=()
+
+# name, then a command
+stage() {
+  local name=$1 start=$SECONDS code=0
+  shift
+  echo "== $name"
+  "$@" || code=$?
+  [ "$code" -eq 0 ] || failed=1
+  rows+=("$(printf '%-22s %-8s %4d s' "$name" "$([ "$code" -eq 0 ] && echo ok || echo "exit $code")" $((SECONDS - start)))")
+}
+not_run() { rows+=("$(printf '%-22s %-8s %s' "$1" "not run" "$2")"); }
+has() { "$python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$1') is None)"; }
+
+workers=()
+has xdist && workers=(-n 4)
+resources="" capability=""
+if command -v nvcc >/dev/null && command -v cuobjdump >/dev/null; then
+  capability=$("$python" -c "import torch; print(*torch.cuda.get_device_capability(), sep='')")
+  "$python" benchmarks/harness/kernel_resources.py src/linear/portable_bf16.cu src/linear/row_bf16.cu --targets "$capability" >"$build/kernel_resources.log" 2>&1 &
+  resources=$!
+fi
 for binary in "$build"/tests/cpp/*/*_test; do
-  echo "== $binary"
-  "$binary" --gtest_brief=1
+  stage "$(basename "$binary")" "$binary" --gtest_brief=1
 done
-"$python" -m pytest -q --timeout=600 tests/python "${cpu_only[@]/#/--ignore=}"
-"$python" benchmarks/harness/aliasing.py --device cuda
-CUDA_VISIBLE_DEVICES='' NYBBLE_REQUIRE_GPU=0 "$python" -m pytest -q --timeout=600 "${cpu_only[@]}"
+if [ -x "$build/tests/cpp/stress/linear_stress" ]; then
+  stage stress "$build/tests/cpp/stress/linear_stress" --cases 10000
+else
+  not_run stress "no linear_stress in $build"
+fi
+stage python "$python" -m pytest -q --timeout=600 "${workers[@]}" tests/python "${cpu_only[@]/#/--ignore=}"
+stage aliasing "$python" benchmarks/harness/aliasing.py --device cuda
+if [ -e "$build/benchmarks/cuda/libportable_bench.so" ]; then
+  stage portable_check "$python" benchmarks/harness/portable_check.py "$build/benchmarks/cuda/libportable_bench.so" --seconds 15
+else
+  not_run portable_check "no libportable_bench.so in $build; cmake --build BUILD --target portable_bench"
+fi
+CUDA_VISIBLE_DEVICES='' NYBBLE_REQUIRE_GPU=0 stage python_cpu_parts "$python" -m pytest -q --timeout=600 "${workers[@]}" "${cpu_only[@]}"
+if [ -n "$resources" ]; then
+  stage "kernel_resources sm_$capability" wait "$resources"
+  tail -n 3 "$build/kernel_resources.log"
+else
+  not_run kernel_resources "no nvcc and cuobjdump on PATH"
+fi
+echo
+printf '%s\n' "${rows[@]}"
+exit $failed

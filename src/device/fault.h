@@ -29,11 +29,11 @@ enum class Fault : unsigned {
   kFlagNotReset,    // flags and counters of partial sums keep what an earlier launch left
   kFlagNotCleared,  // a flag of partial sums stays set once its reader has seen it
   kNoGridWait,      // a kernel that was started early does not wait for the kernel before it
-  kWholeBarrier,    // no fault: a warp also waits at the barrier that it otherwise only arrives at, which synccheck cannot follow
   kCopyNotAwaited,  // results of cp.async are read without waiting
+  kSegmentBarrier,  // no fault but one barrier more: loads whose results nobody uses end before their source is refilled, for racecheck
 };
-constexpr const char* kNames[] = {"no_proxy_fence", "released_unread",  "released_early", "wrong_parity",  "peer_not_awaited",
-                                  "flag_not_reset", "flag_not_cleared", "no_grid_wait",   "whole_barrier", "copy_not_awaited"};
+constexpr const char* kNames[] = {"no_proxy_fence", "released_unread",  "released_early", "wrong_parity",     "peer_not_awaited",
+                                  "flag_not_reset", "flag_not_cleared", "no_grid_wait",   "copy_not_awaited", "segment_barrier"};
 
 // faults: bit i is Fault i. One visit of a place in delay_odds sleeps, up to delay_ns; odds 0: none.
 struct Switches {

@@ -31,10 +31,7 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
       s.init_barriers();
     }
     __syncwarp();
-    if (NYBBLE_FAULT(kWholeBarrier))
-      named_barrier(kAllBarrier, kThreads);
-    else
-      asm volatile("barrier.cta.arrive %0, %1;" ::"n"(kAllBarrier), "n"(kThreads) : "memory");  // the others do not hold the copies up
+    asm volatile("barrier.cta.arrive %0, %1;" ::"n"(kAllBarrier), "n"(kThreads) : "memory");  // the others do not hold the copies up
     lower_register_limit<kProducerRegisters>();
     if (lane == 0) Copier<L>(p, s, first, end).run();
     return;
