@@ -47,3 +47,9 @@ def test_cuda_symbols_of_torch_are_weak_so_that_a_cpu_torch_loads_the_library():
     undefined = [line.split() for line in symbols.splitlines() if " U " in line or " w " in line]
     torch_cuda = [kind for kind, name in undefined if "cuda" in name and name != "aoti_torch_device_type_cuda"]
     assert all(kind == "w" for kind in torch_cuda), undefined
+
+
+def test_the_library_has_no_fault_switches():
+    content = _library.path.read_bytes()
+    assert b"nybble_fault_switches_mark" not in content
+    assert b"nybble_version" in content, "the search finds what is there"
