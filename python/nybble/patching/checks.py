@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..plan import supports
 from ..quant_state import weight_args
@@ -67,7 +68,10 @@ def describe(name: str, module: torch.nn.Module, mode: str) -> ModuleReport:
     if mode == "dequant":
         return ModuleReport(name, "dequant", 'mode="dequant" was asked for', shape, dtype)
     x = torch.empty(1, shape[1], dtype=dtype or torch.bfloat16, device=module.weight.device)
-    against = supports(x.expand(_REPORT_ROWS, -1), module.weight, state)
+    weight = module.weight
+    if isinstance(weight, DTensor):  # sharded by FSDP2: gathered before the forward, so the plan is that of the whole
+        weight = torch.empty(weight.numel() * weight.element_size(), dtype=torch.uint8, device=weight.device)
+    against = supports(x.expand(_REPORT_ROWS, -1), weight, state)
     if against is None:
         return ModuleReport(name, "fused", None, shape, dtype)
     return ModuleReport(name, "dequant", reason_in_words(against, dtype), shape, dtype)

@@ -14,9 +14,10 @@ VOCAB = 96
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LINEARS = LAYERS * len(PROJECTIONS)
-# Every bias of Qwen2 takes part, and attention computes in another order than the fused path: in bf16 a step's
-# gradients agree to about its 8 bits, in float32 to its 24.
+# The worst tensor of a step between two summation orders. Weights of a tiny model are large (0.2), so bf16 roundings
+# grow through its layers: on a GPU, fused against bitsandbytes' kernels, 0.04 to 0.07; a wrong weight gives above 1.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+GPU_TOLERANCE = 0.15
 
 
 def write_dense(folder, family: str) -> str:
