@@ -1,0 +1,93 @@
+"""What makes a record of streamed training worthless is reported; a sound one has its table and its peaks."""
+
+import copy
+import pathlib
+import sys
+
+import pytest
+
+HARNESS = pathlib.Path(__file__).resolve().parents[3] / "benchmarks" / "harness"
+sys.path.insert(0, str(HARNESS))
+import stream_report as report  # noqa: E402
+
+MIB = 1 << 20
+PATHS = {"streamed": ["hopper"], "streamed_dequant": ["dequant"], "resident": ["hopper"], "resident_bnb": []}
+
+
+def row(arm: str, tokens: int) -> dict:
+    return dict(
+        arm=arm,
+        tokens=tokens,
+        garbage=False,
+        step_ms=100.0,
+        host_ms=50.0,
+        tok_s=10.0 * tokens,
+        ratio_resident=0.99,
+        ratio_link=0.5 if arm.startswith("streamed") else None,
+        peak_allocated_mib={"resident": 5000.0, "streamed": 1725.0, "streamed_dequant": 1835.0}.get(arm, 5100.0),
+        peak_reserved_mib=6000.0,
+        spread=0.02,
+        clock_mhz=1980,
+        gradient_norm=0.5,
+        loss_first=9.5,
+        loss_last=9.4,
+        paths={path: {"forward": 7, "grad_input": 7} for path in PATHS[arm]},
+    )
+
+
+def sound() -> dict:
+    cell = dict(equal=449, compared=449, zero=0)
+    case = dict(
+        shape="8b",
+        adapters="all",
+        rows=[row(arm, tokens) for tokens in (512, 8192) for arm in PATHS],
+        memory=dict(layers=32, layer_bytes=110 * MIB, slot_bytes=220 * MIB, host_bytes=32 * 110 * MIB),
+        exact={name: dict(cell) for name in ("again", "streamed", "streamed_keep")}
+        | {"streamed_dequant": cell | {"equal": 3}},
+        h2d_gb_s=55.0,
+        gemm_tflops=780.0,
+        stack=[dict(tokens=512, step_ms=140.0, no_copies_ms=60.0, ratio_link=0.98)],
+    )
+    return dict(machine=dict(device="card", command="c", torch="2"), seconds=1.0, cases=[case])
+
+
+def test_a_sound_record_has_no_fault_and_says_what_it_found():
+    record = sound()
+    assert report.faults(record) == []
+    text = report.markdown(record)
+    assert "| 512 | streamed | 50.0 | 100.0 | 5120 | 0.990 | 0.500 | 1725 | 6000 | 0.020 | 1980 |" in text
+    assert "resident - base + slots 1700 MiB (+25); the dequantise arm +110 MiB (+1.00 layers)" in text
+    assert "0.980 of the link" in text and "!" not in text.split("`!`")[0]
+
+
+SPOILT = {
+    "another gradient": (lambda c: c["exact"]["streamed"].update(equal=448), "gradients of streamed: 448 of 449"),
+    "nothing compared": (lambda c: c["exact"]["streamed_keep"].update(equal=0, compared=0), "0 of 0 equal"),
+    "zero gradients": (lambda c: c["exact"]["streamed"].update(zero=2), "2 zero"),
+    "A against A": (lambda c: c["exact"]["again"].update(equal=400), "no verdict on equality"),
+    "a loss that stays": (lambda c: c["rows"][0].update(loss_last=9.5), "did not train"),
+    "no gradient": (lambda c: c["rows"][0].update(gradient_norm=0.0), "did not train"),
+    "NaN": (lambda c: c["rows"][0].update(gradient_norm=float("nan")), "did not train"),
+    "a silent dequant": (lambda c: c["rows"][0].update(paths={"dequant": {}}), "took the paths ['dequant']"),
+    "a fused dequant arm": (lambda c: c["rows"][1].update(paths={"hopper": {}}), "took the paths ['hopper']"),
+    "ours inside bitsandbytes": (lambda c: c["rows"][3].update(paths={"hopper": {}}), "resident_bnb at 512"),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_each_way_to_be_worthless_is_a_fault(spoil):
+    change, words = SPOILT[spoil]
+    record = copy.deepcopy(sound())
+    change(record["cases"][0])
+    found = report.faults(record)
+    assert found and any(words in fault for fault in found)
+
+
+def test_garbage_and_arms_without_memory_are_not_judged():
+    record = sound()
+    record["cases"][0]["rows"][0].update(garbage=True, gradient_norm=0.0)
+    record["cases"][0]["rows"][1] = dict(
+        arm="streamed_dequant", tokens=512, garbage=False, out_of_memory=True, paths={}
+    )
+    assert report.faults(record) == []
+    assert "out of memory" in report.markdown(record)
