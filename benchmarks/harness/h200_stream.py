@@ -3,6 +3,7 @@
 
     python h200_stream.py --out FOLDER [--cases 32b:qv:128,512 8b:all:512,1024,2048,8192] [--rounds 5] [--budget 240]
     python h200_stream.py --cases tiny:all:32 --device cpu              a trial without a GPU
+    python h200_stream.py --merge A.json B.json --out FOLDER            one record of several runs
 
 A case is shape:adapters:tokens. It has two models of the same random bytes and adapters: one streamed, one resident.
 First every arm's peak memory, then the gradients bit for bit, after the resident model was compared with itself, then
@@ -36,7 +37,6 @@ import nybble
 from nybble.streaming import native
 
 MIB = 1 << 20
-STACK_TOKENS = (128, 512)
 
 
 class Case:
@@ -48,7 +48,8 @@ class Case:
         self.lengths = [int(length) for length in lengths.split(",")]
         self.device = torch.device(options.device)
         self.cuda = self.device.type == "cuda"
-        self.record = {"shape": self.shape, "adapters": self.targets, "rows": [], "skipped": []}
+        self.arms = options.arms or [*RESIDENT, *STREAMED]
+        self.record = {"shape": self.shape, "adapters": self.targets, "rows": [], "skipped": [], "stack": []}
 
     def sync(self) -> None:
         if self.cuda:
@@ -87,7 +88,7 @@ class Case:
             f"streamed model, {stats['host_bytes'] / MIB:.0f} MiB on the host, {stats['pinned_bytes'] / MIB:.0f} locked"
         )
         for tokens in self.lengths:
-            self.measure_memory(self.streamed, STREAMED, tokens, workspaces, 0)
+            self.measure_memory(self.streamed, self.wanted(STREAMED), tokens, workspaces, 0)
         self.clean()
         before = self.allocated(), self.reserved()
         self.resident = Resident(
@@ -95,7 +96,10 @@ class Case:
         )
         self.say("resident model")
         for tokens in self.lengths:
-            self.measure_memory(self.resident, RESIDENT, tokens, *before)
+            self.measure_memory(self.resident, self.wanted(RESIDENT), tokens, *before)
+
+    def wanted(self, arms) -> list[str]:
+        return [arm for arm in arms if arm in self.arms]
 
     def base_model(self, store):
         return nybble.stream(None, store, device=self.device, window=self.options.window)
@@ -257,10 +261,10 @@ class Case:
         self.sync()
         return (time.perf_counter() - start) / count
 
-    def time_arms(self, tokens: int) -> None:
+    def time_arms(self, tokens: int, save) -> None:
         """Every arm has run at this length before, for its memory."""
         ids = self.tokens(tokens)
-        arms = [arm for arm in (*RESIDENT, *STREAMED) if not self.row(arm, tokens).get("out_of_memory")]
+        arms = [arm for arm in self.wanted((*RESIDENT, *STREAMED)) if not self.row(arm, tokens).get("out_of_memory")]
         times = {arm: [] for arm in arms}
         for _ in range(self.options.rounds):
             random.shuffle(arms)
@@ -276,9 +280,10 @@ class Case:
                 self.sync()
                 times[arm].append((time.perf_counter() - start, enqueued, began, time.time(), loss.item()))
                 self.row(arm, tokens)["gradient_norm"] = model.gradient_norm()
-        for arm in arms:
-            self.finish_row(arm, tokens, times[arm], statistics.median(t[0] for t in times["resident"]))
-        self.say(f"{tokens} tokens: " + report.times_line([self.row(arm, tokens) for arm in (*RESIDENT, *STREAMED)]))
+            for arm in arms:
+                self.finish_row(arm, tokens, times[arm], statistics.median(t[0] for t in times["resident"]))
+            save()
+        self.say(f"{tokens} tokens: " + report.times_line([self.row(arm, tokens) for arm in arms]))
 
     def finish_row(self, arm: str, tokens: int, rounds: list[tuple], resident: float) -> None:
         row, times = self.row(arm, tokens), [seconds for seconds, *_ in rounds]
@@ -305,22 +310,31 @@ class Case:
             shutil.rmtree(folder)
         self.compare_gradients()
         self.measure_link()
-        self.record["stack"] = [self.measure_stack(tokens) for tokens in STACK_TOKENS]
-        self.say(report.stack_line(self.record["stack"]))
         save()
+        if self.options.stack:
+            self.record["stack"] = [self.measure_stack(tokens) for tokens in self.options.stack]
+            self.say(report.stack_line(self.record["stack"]))
+            save()
         for tokens in self.lengths:
             if time.time() - self.start > self.options.budget:
                 self.record["skipped"].append(tokens)
                 continue
-            self.time_arms(tokens)
-            save()
+            self.time_arms(tokens, save)
+
+
+def merged(paths: list[pathlib.Path]) -> dict:
+    """The cases of several records, each with the command and commit that made it."""
+    records = [json.loads(path.read_text()) for path in paths]
+    cases = [{**r["machine"], **case} for r in records for case in r["cases"]]
+    return {"machine": records[0]["machine"], "seconds": sum(r["seconds"] for r in records), "cases": cases}
 
 
 def machine(options) -> dict:
     info = nybble.build_info()
     info.pop("library")
     name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    return {"device": name, "command": " ".join(["h200_stream.py", *sys.argv[1:]]), **info}
+    command = " ".join(["h200_stream.py", *sys.argv[1:]])
+    return {"device": name, "command": command, "commit": options.commit, **info}
 
 
 def parse() -> argparse.Namespace:
@@ -332,6 +346,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--window", type=int, default=2)
     parser.add_argument("--budget", type=float, default=240, help="seconds; lengths that would start later are skipped")
+    parser.add_argument("--arms", type=lambda text: text.split(","), help="only these; resident must be among them")
+    parser.add_argument("--stack", type=lambda text: [int(t) for t in text.split(",") if t], default=[128, 512])
+    parser.add_argument("--commit", help="of the code that is measured, for the record")
+    parser.add_argument("--merge", type=pathlib.Path, nargs="+", metavar="JSON", help="measure nothing")
     parser.add_argument("--scratch", help="where the random store is written and removed again")
     return parser.parse_args()
 
@@ -346,13 +364,16 @@ def main() -> int:
         record["seconds"] = time.time() - start
         (options.out / "h200-stream.json").write_text(json.dumps(record, indent=1) + "\n")
 
-    for text in options.cases:
+    for text in [] if options.merge else options.cases:
         case = Case(options, text, start, samples)
         record["cases"].append(case.record)
         case.run(save)
         del case
         gc.collect()
     samples.stop()
+    if options.merge:
+        record.update(merged(options.merge))
+        (options.out / "h200-stream.json").write_text(json.dumps(record, indent=1) + "\n")
     (options.out / "h200-stream.md").write_text(report.markdown(record))
     print(report.markdown(record))
     faults = report.faults(record)

@@ -117,6 +117,7 @@ def case_lines(case: dict) -> list[str]:
     lines = [
         f"## {case['shape']} shape, adapters on {case['adapters']}",
         "",
+        *([f"`{case['command']}`, commit {case['commit']}.", ""] if "command" in case else []),
         f"{memory['layers']} layers of {memory['layer_bytes'] / MIB:.1f} MiB, "
         f"{memory['slot_bytes'] // memory['layer_bytes']} slots.",
     ]
@@ -137,7 +138,8 @@ def case_lines(case: dict) -> list[str]:
         name = row["arm"] + (" (garbage)" if row["garbage"] else "")
         cells = [cell_text(row, column) for column in COLUMNS]
         lines.append(f"| {row['tokens']} | {name} | " + " | ".join(cells) + " |")
-    return [*lines, "", f"* {stack_line(case['stack'])}", *peaks(case)]
+    stack = [f"* {stack_line(case['stack'])}"] if case["stack"] else []
+    return [*lines, "", *stack, *peaks(case)]
 
 
 def peaks(case: dict) -> list[str]:

@@ -27,6 +27,10 @@ NYBBLE_EXPORT int nybble_verify_owner(int64_t uid, const void* const* pointers, 
 
 typedef struct nybble_arena nybble_arena;
 NYBBLE_EXPORT int nybble_arena_new(nybble_arena** arena);
+/* Memory that other processes of this host can map: *file is its descriptor here. The other takes one of its own (e.g. of
+ * /proc/<pid>/fd/<file>), adds the same layers in the same order once they are filled, and fills nothing. */
+NYBBLE_EXPORT int nybble_arena_new_shared(nybble_arena** arena, int32_t* file);
+NYBBLE_EXPORT int nybble_arena_attach(int32_t file, nybble_arena** arena);
 NYBBLE_EXPORT void nybble_arena_free(nybble_arena* arena);
 /* *layout: equal for layers whose parts have equal names and sizes. offsets [parts]: where each part begins in the layer's blob. */
 NYBBLE_EXPORT int nybble_arena_add_layer(nybble_arena* arena, const char* const* names, const int64_t* bytes, int32_t parts, int32_t* layer,

@@ -45,6 +45,12 @@ struct PinReport {
 class HostArena {
  public:
   HostArena();
+  // Bytes in an anonymous file that other processes of this host map too. attach(): the file of another process's arena, open here, whose
+  // descriptor it takes; layers, added in the same order with the same parts once that process has filled them, are complete and not
+  // filled.
+  static std::unique_ptr<HostArena> shared();
+  static std::unique_ptr<HostArena> attach(int file);
+  int shared_file() const;  // -1: private
   ~HostArena();
   HostArena(const HostArena&) = delete;
   HostArena& operator=(const HostArena&) = delete;

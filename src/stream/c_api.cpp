@@ -126,6 +126,19 @@ int nybble_verify_owner(int64_t uid, const void* const* pointers, int32_t count)
 int nybble_arena_new(nybble_arena** arena) {
   return run_recorded([&] { require(arena, "arena") = new nybble_arena{std::make_shared<HostArena>()}; });
 }
+int nybble_arena_new_shared(nybble_arena** arena, int32_t* file) {
+  return run_recorded([&] {
+    require(file, "file");
+    require(arena, "arena") = new nybble_arena{HostArena::shared()};
+    *file = (*arena)->arena->shared_file();
+  });
+}
+int nybble_arena_attach(int32_t file, nybble_arena** arena) {
+  return run_recorded([&] {
+    if (file < 0) fail(ErrorKind::kValue, "file is ", file, ", expected an open descriptor");
+    require(arena, "arena") = new nybble_arena{HostArena::attach(file)};
+  });
+}
 void nybble_arena_free(nybble_arena* arena) { delete arena; }
 
 int nybble_arena_add_layer(nybble_arena* arena, const char* const* names, const int64_t* bytes, int32_t parts, int32_t* layer,

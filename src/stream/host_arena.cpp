@@ -1,4 +1,4 @@
-#include <sys/mman.h>
+#include "nybble/host_arena.h"
 
 #include <algorithm>
 #include <cstring>
@@ -8,56 +8,12 @@
 #include "core/parallel.h"
 #include "core/posix.h"
 #include "nybble/stream.h"
+#include "stream/host_pages.h"
 
 namespace nybble {
 namespace {
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
-// Page-aligned zeroed memory of exactly `bytes`; pages cost nothing until they are written.
-class Blob {
- public:
-  explicit Blob(int64_t bytes) : bytes_(bytes) {
-    void* const address = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (address == MAP_FAILED)
-      fail(ErrorKind::kOutOfMemory, "the host arena could not get ", bytes, " bytes for a layer; free memory, or stream a smaller model");
-    data_ = static_cast<std::byte*>(address);
-  }
-  ~Blob() {
-    if (from_locker_) {
-      locker_->free(data_);
-    } else {
-      if (locker_) locker_->unlock(data_);
-      munmap(data_, static_cast<size_t>(bytes_));
-    }
-  }
-  Blob(const Blob&) = delete;
-  Blob& operator=(const Blob&) = delete;
-  std::byte* data() const { return data_; }
-
-  bool pinned() const { return locker_ != nullptr; }
-  // The reason when the blob stays pageable, as it was.
-  std::string pin(const std::shared_ptr<HostLocker>& locker) {
-    const std::string refused = locker->lock(data_, bytes_);
-    if (!refused.empty()) {
-      void* moved = nullptr;
-      const std::string also_refused = locker->allocate(bytes_, &moved);
-      if (!also_refused.empty()) return refused + "; " + also_refused;
-      std::memcpy(moved, data_, static_cast<size_t>(bytes_));
-      munmap(data_, static_cast<size_t>(bytes_));
-      data_ = static_cast<std::byte*>(moved);
-      from_locker_ = true;
-    }
-    locker_ = locker;
-    return "";
-  }
-
- private:
-  std::byte* data_ = nullptr;
-  int64_t bytes_ = 0;
-  std::shared_ptr<HostLocker> locker_;  // set: page-locked
-  bool from_locker_ = false;
-};
 
 // Written ranges of a part, merged: [begin] -> end.
 class Coverage {
@@ -80,7 +36,7 @@ class Coverage {
 
 struct Layer {
   int layout = 0;
-  std::unique_ptr<Blob> blob;
+  std::unique_ptr<HostPages> blob;
   std::vector<Coverage> written;  // one a part
 };
 
@@ -106,6 +62,7 @@ LayerLayout make_layout(std::span<const ArenaPart> parts) {
 }  // namespace
 
 struct HostArena::Impl {
+  std::unique_ptr<SharedFile> file;  // null: private
   std::vector<std::unique_ptr<LayerLayout>> layouts;
   std::vector<Layer> layers;
   int64_t bytes = 0;
@@ -126,6 +83,20 @@ struct HostArena::Impl {
 HostArena::HostArena() : impl_(std::make_unique<Impl>()) {}
 HostArena::~HostArena() = default;
 
+std::unique_ptr<HostArena> HostArena::shared() {
+  auto arena = std::make_unique<HostArena>();
+  arena->impl_->file = std::make_unique<SharedFile>();
+  return arena;
+}
+
+std::unique_ptr<HostArena> HostArena::attach(int file) {
+  auto arena = std::make_unique<HostArena>();
+  arena->impl_->file = std::make_unique<SharedFile>(file);
+  return arena;
+}
+
+int HostArena::shared_file() const { return impl_->file ? impl_->file->file() : -1; }
+
 int HostArena::add_layer(std::span<const ArenaPart> parts) {
   if (parts.empty()) fail(ErrorKind::kValue, "a layer of the host arena needs at least one part, found none");
   auto& layouts = impl_->layouts;
@@ -134,8 +105,11 @@ int HostArena::add_layer(std::span<const ArenaPart> parts) {
   if (found == layouts.end()) layouts.push_back(std::make_unique<LayerLayout>(make_layout(parts)));
   Layer layer;
   layer.layout = index;
-  layer.blob = std::make_unique<Blob>(layouts[index]->bytes);
+  layer.blob = std::make_unique<HostPages>(layouts[index]->bytes, impl_->file.get());
   layer.written.resize(parts.size());
+  if (impl_->file && impl_->file->attached()) {
+    for (size_t i = 0; i < parts.size(); i++) layer.written[i].add(0, parts[i].bytes);
+  }
   impl_->layers.push_back(std::move(layer));
   impl_->bytes += layouts[index]->bytes;
   return layers() - 1;
@@ -147,6 +121,8 @@ void HostArena::fill(int layer, int part, int64_t offset, std::span<const std::b
   if (offset < 0 || count > target.bytes || offset > target.bytes - count)
     fail(ErrorKind::kValue, "layer ", layer, ", part ", target.name, ": ", count, " bytes at ", offset, " do not fit, the part has ",
          target.bytes);
+  if (impl_->file && impl_->file->attached())
+    fail(ErrorKind::kValue, "layer ", layer, " belongs to another process's host arena, which alone fills it");
   std::byte* const to = impl_->at(layer).blob->data() + target.offset + offset;
   parallel_for(count, int64_t{8} << 20, [&](int64_t begin, int64_t end) { std::memcpy(to + begin, bytes.data() + begin, end - begin); });
   if (count > 0) impl_->at(layer).written[part].add(offset, offset + count);
@@ -182,6 +158,7 @@ std::span<std::byte> HostArena::part(int layer, int part) {
 }
 
 void HostArena::require_memory() const {
+  if (impl_->file && impl_->file->attached()) return;  // the bytes are there
   const posix::SystemLimits limits = posix::system_limits();
   const bool group = limits.group_available_bytes >= 0 && limits.group_available_bytes < limits.available_bytes;
   const int64_t available = group ? limits.group_available_bytes : limits.available_bytes;
