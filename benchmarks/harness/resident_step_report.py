@@ -123,7 +123,8 @@ def markdown(record) -> str:
         "",
         *(
             f"Run {index}: commit {run['commit']}, torch {run['torch']}, transformers {run['transformers']}, PEFT "
-            f"{run['peft']}, bitsandbytes {run['bitsandbytes']}, {run['seconds']:.0f} s. `{run['command']}`\n"
+            f"{run['peft']}, bitsandbytes {run['bitsandbytes']}, {run['seconds']:.0f} s. "
+            f"`{run['command']}`{'. ' + run['note'] if 'note' in run else ''}\n"
             for index, run in enumerate(record["runs"])
         ),
     ]
