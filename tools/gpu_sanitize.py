@@ -51,7 +51,7 @@ def checks(build, faults):
             f"{stress} --cases 120 --seed 13 --poison 0 --paths hopper",
             "clean",
         ),
-        "racecheck": (f"--tool racecheck {SKIP_REFERENCE}", f"{stress} --cases 120 --seed 14", "clean"),
+        "racecheck": (f"--tool racecheck {SKIP_REFERENCE}", f"{stress} --cases 90 --seed 14", "clean"),
         "synccheck": (
             f"--tool synccheck {SKIP_REFERENCE}",
             f"{stress} --cases 240 --seed 15 --paths hopper,row",
@@ -78,7 +78,7 @@ def checks(build, faults):
         )
         found["racecheck_barrier"] = (
             f"--tool racecheck {SKIP_REFERENCE}",
-            f"{planted} --cases 120 --seed 14 --fault segment_barrier",
+            f"{planted} --cases 90 --seed 14 --fault segment_barrier",
             "clean",
         )
     return found
@@ -144,11 +144,14 @@ def main():
     parser.add_argument("build", type=pathlib.Path)
     parser.add_argument("logs", type=pathlib.Path)
     parser.add_argument("--faults", type=pathlib.Path, help="linear_stress of a build with NYBBLE_FAULT_SWITCHES=ON")
+    parser.add_argument("--only", help="names of checks, comma separated")
     parser.add_argument("--seconds", type=float, default=60, help="limit of one tool")
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
     arguments.logs.mkdir(parents=True, exist_ok=True)
     todo = checks(arguments.build, arguments.faults)
+    if arguments.only:
+        todo = {name: todo[name] for name in arguments.only.split(",")}
     with concurrent.futures.ThreadPoolExecutor(len(todo)) as pool:
         jobs = [pool.submit(run, name, *what, arguments.logs, arguments.seconds) for name, what in todo.items()]
         rows = [job.result() for job in jobs]
