@@ -115,7 +115,10 @@ def from_source(arguments, source, target):
 def from_library(arguments, target):
     def dump(what):
         command = [arguments.cuobjdump, what, "-arch", f"sm_{target}", str(arguments.library)]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        # sm_90 also gives what is there for sm_90a
+        blocks = re.split(r"\nFatbin (?:elf|ptx) code:\n", text)
+        return "\n".join(block for block in blocks if f"\narch = sm_{target}\n" in block and "Function" in block)
 
     return rows_of(target, read_usage(dump("-res-usage")), dump("-sass"))
 
