@@ -9,6 +9,8 @@ import pathlib
 
 import torch
 
+from .support import require_torch
+
 _NAME = "libnybble_torch.so"
 
 
@@ -33,6 +35,7 @@ def find() -> pathlib.Path:
     )
 
 
+require_torch(torch.__version__)
 path = find()
 torch.ops.load_library(str(path))
 lib = ctypes.CDLL(str(path))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
+from .._library import build_info
+from ..errors import UnsupportedError
 from ..plan import supports
 from ..quant_state import weight_args
+from ..support import reason_against
 from .modules import quant_state_of
 from .report import ModuleReport, reason_in_words
 
@@ -14,13 +17,16 @@ _REPORT_ROWS = 512
 
 
 def check_weight(name: str, module: torch.nn.Module) -> None:
-    """ValueError with the module's name where its 4-bit weight cannot be multiplied with."""
+    """ValueError or NotImplementedError, with the module's name, where its weight cannot be multiplied with."""
     weight, state = module.weight, quant_state_of(module)
     if weight.is_meta:
         raise ValueError(
             f"{name}: the weight is on the meta device, expected a quantised weight; load the model (from_pretrained "
             "with a BitsAndBytesConfig) before nybble.patch"
         )
+    unsupported = reason_against(weight.device, built_for_cuda=build_info()["cuda"] is not None)
+    if unsupported is not None:
+        raise UnsupportedError(f"{name}: the weight is {unsupported}")
     if state is None:
         if weight.is_floating_point() and weight.shape == (module.out_features, module.in_features):
             raise ValueError(

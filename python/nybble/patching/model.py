@@ -31,7 +31,8 @@ def patch(model: torch.nn.Module, *, mode: str = "auto") -> PatchReport:
 
     Raises, before anything is changed: TypeError if model is no module; ValueError if there is nothing to patch, if
     the model is patched with another mode, if a weight is on meta, not quantised, without its state, split over
-    devices or in the CPU inference layout; NotImplementedError for mode="fused" without a fused path.
+    devices or in the CPU inference layout; NotImplementedError for mode="fused" without a fused path and for
+    devices other than CPUs and NVIDIA GPUs.
     """
     mode_code(mode)
     _check_model(model)

@@ -59,7 +59,7 @@ class Patched:
 
     def __reduce_ex__(self, protocol):
         """Pickled as the class it was: a file written from a patched model is that of an unpatched one."""
-        return copyreg._reconstructor, (unpatched_class(type(self)), object, None), self.__getstate__()
+        return copyreg._reconstructor, (unpatched_class(type(self)), object, None), vars(self).copy()
 
 
 @functools.cache

@@ -41,7 +41,10 @@ class PatchReport:
         first = {}
         for module in self.modules:
             first.setdefault((module.path, module.reason), module.name)
+        before = sum(module.path != "unpatched" for module in self.modules) - self.changed
         lines = [f"nybble patched {self.changed} of {len(self.modules)} 4-bit modules, mode {self.mode!r}"]
+        if before:
+            lines[0] += f" ({before} were patched before)"
         for (path, reason), count in groups.items():
             example = first[path, reason] or "the module itself"
             lines.append(

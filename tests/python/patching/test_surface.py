@@ -26,6 +26,9 @@ def test_patching_again_changes_nothing(dense):
     second = nybble.patch(model, mode="dequant")
     assert (first.changed, second.changed) == (LINEARS, 0)
     assert first.modules == second.modules
+    assert str(second).startswith(
+        f"nybble patched 0 of {LINEARS} 4-bit modules, mode 'dequant' ({LINEARS} were patched"
+    )
     assert classes == [type(module) for module in model.modules()]
 
 

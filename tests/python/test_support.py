@@ -1,0 +1,27 @@
+import pytest
+import torch
+
+from nybble.support import reason_against, require_torch
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.10.0a0+git1234", "2.11.0+cu130", "2.15.1", "3.0.0"])
+def test_torch_from_2_10_on_is_taken(version):
+    require_torch(version)
+
+
+@pytest.mark.parametrize("version", ["2.9.1+cu128", "1.13.0", "2.2.0"])
+def test_an_older_torch_is_named_with_what_is_needed(version):
+    with pytest.raises(ImportError, match=f"torch {version.replace('+', '.')} found, nybble needs 2.10 or newer: pip"):
+        require_torch(version)
+
+
+def test_devices(monkeypatch):
+    cuda = torch.device("cuda")
+    assert reason_against(torch.device("cpu"), built_for_cuda=False) is None
+    assert reason_against(cuda, built_for_cuda=True) is None
+    assert "built without CUDA" in reason_against(cuda, built_for_cuda=False)
+    for kind in ("xpu", "mps"):
+        assert reason_against(torch.device(kind), built_for_cuda=True).startswith(f"on {kind}: nybble multiplies on")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert "AMD GPU (torch for ROCm 7.0)" in reason_against(cuda, built_for_cuda=True)
+    assert reason_against(torch.device("cpu"), built_for_cuda=True) is None
