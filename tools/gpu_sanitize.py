@@ -12,6 +12,7 @@ import concurrent.futures
 import json
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -37,24 +38,28 @@ EXPLAINED = {
 }
 
 
-def checks(build, faults):
-    """name -> (sanitizer options, command, what must come out: clean, findings)."""
+def checks(build, faults, part):
+    """name -> (sanitizer options, command, what must come out: clean, findings, stopped). part: of the usual cases."""
+
+    def cases(count):
+        return max(6, int(count * part))
+
     stress = f"{build}/tests/cpp/stress/linear_stress {SMALL}"
     codec = f"{build}/tests/cpp/format/format_test --gtest_brief=1 --gtest_filter={CODEC}"
     # initcheck does not see what TMA stores write, so for the Hopper kernel the comparison is left out.
     found = {
-        "memcheck": (f"--tool memcheck {SKIP_REFERENCE}", f"{stress} --cases 240 --seed 11", "clean"),
+        "memcheck": (f"--tool memcheck {SKIP_REFERENCE}", f"{stress} --cases {cases(240)} --seed 11", "clean"),
         "memcheck_codec": ("--tool memcheck", codec, "clean"),
-        "initcheck": ("--tool initcheck", f"{stress} --cases 120 --seed 12 --poison 0 {NOT_HOPPER}", "clean"),
+        "initcheck": ("--tool initcheck", f"{stress} --cases {cases(120)} --seed 12 --poison 0 {NOT_HOPPER}", "clean"),
         "initcheck_hopper": (
             f"--tool initcheck {SKIP_REFERENCE}",
-            f"{stress} --cases 120 --seed 13 --poison 0 --paths hopper",
+            f"{stress} --cases {cases(120)} --seed 13 --poison 0 --paths hopper",
             "clean",
         ),
-        "racecheck": (f"--tool racecheck {SKIP_REFERENCE}", f"{stress} --cases 90 --seed 14", "clean"),
+        "racecheck": (f"--tool racecheck {SKIP_REFERENCE}", f"{stress} --cases {cases(90)} --seed 14", "clean"),
         "synccheck": (
             f"--tool synccheck {SKIP_REFERENCE}",
-            f"{stress} --cases 240 --seed 15 --paths hopper,row",
+            f"{stress} --cases {cases(240)} --seed 15 --paths hopper,row",
             "clean",
         ),
         "synccheck_portable": (
@@ -78,7 +83,7 @@ def checks(build, faults):
         )
         found["racecheck_barrier"] = (
             f"--tool racecheck {SKIP_REFERENCE}",
-            f"{planted} --cases 90 --seed 14 --fault segment_barrier",
+            f"{planted} --cases {cases(90)} --seed 14 --fault segment_barrier",
             "clean",
         )
     return found
@@ -144,12 +149,15 @@ def main():
     parser.add_argument("build", type=pathlib.Path)
     parser.add_argument("logs", type=pathlib.Path)
     parser.add_argument("--faults", type=pathlib.Path, help="linear_stress of a build with NYBBLE_FAULT_SWITCHES=ON")
+    parser.add_argument("--part", type=float, default=1, help="of the usual numbers of cases")
     parser.add_argument("--only", help="names of checks, comma separated")
     parser.add_argument("--seconds", type=float, default=60, help="limit of one tool")
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
+    if not shutil.which("compute-sanitizer"):
+        parser.exit(2, "no compute-sanitizer on PATH; it comes with the CUDA toolkit\n")
     arguments.logs.mkdir(parents=True, exist_ok=True)
-    todo = checks(arguments.build, arguments.faults)
+    todo = checks(arguments.build, arguments.faults, arguments.part)
     if arguments.only:
         todo = {name: todo[name] for name in arguments.only.split(",")}
     with concurrent.futures.ThreadPoolExecutor(len(todo)) as pool:

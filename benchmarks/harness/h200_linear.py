@@ -1,7 +1,7 @@
 """The record of the 4-bit multiply on a GPU: what `auto` takes at every size of the target table, beside dense cuBLAS
 and bitsandbytes in the same run.
 
-    python h200_linear.py --out FOLDER [--budget SECONDS] [--must]     measures, writes h200-linear.json and .md
+    python h200_linear.py --out FOLDER [--budget SECONDS] [--must]     measures, writes h200-linear.json, .md, .svg
     python h200_linear.py --judge RECORD.json                          the verdict on a record, without a GPU
 
 Times include everything one call of torch.ops.nybble does on the device. Arms: auto; dequant (mode "dequant", up to
@@ -22,6 +22,7 @@ import threading
 import time
 
 import linear_targets as targets
+import plot_linear
 
 PROTOCOL = "Weights rotate over 3 x L2, CUDA graph replays, arms shuffled in each round, median of {rounds} rounds."
 ROUNDS = 9
@@ -271,6 +272,7 @@ def main():
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "h200-linear.json").write_text(json.dumps(record, indent=1) + "\n")
     (arguments.out / "h200-linear.md").write_text(targets.markdown(record))
+    (arguments.out / "h200-linear.svg").write_text(plot_linear.svg(record))
     missed = judge(record)
     print(f"{len(record['rows'])} rows, {len(record['skipped'])} cells skipped for time, {record['seconds']:.0f} s")
     return 1 if missed and arguments.must else 0

@@ -84,7 +84,9 @@ def markdown(record):
     lines.append("| goal | | " + " | ".join(f"{GOAL[m]:.2f}" for m in TOKENS) + " |")
     lines += [
         "",
-        "Letter: path, h hopper, p portable, r row, d dequant. Medians, spreads and clocks: the JSON beside.",
+        "Letter: path, h hopper, s small_m, p portable, r row, d dequant. Medians, spreads, clocks: the JSON beside.",
+        "",
+        "![time of auto / time of dense over tokens](h200-linear.svg)",
         "",
     ]
     return "\n".join(lines)

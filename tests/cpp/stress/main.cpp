@@ -7,6 +7,7 @@
 // Exit: 0 all right, 1 a wrong output, 2 usage or no GPU, 3 a stream hung, 4 a CUDA error.
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -111,13 +112,24 @@ struct Stream {
   std::atomic<bool> ended{false};
 };
 
+// At most `batch` of the cases that are left.
+int64_t take(std::atomic<int64_t>& left, int64_t batch) {
+  int64_t now = left, wanted = 0;
+  do {
+    wanted = std::clamp<int64_t>(now, 0, batch);
+  } while (!left.compare_exchange_weak(now, now - wanted));
+  return wanted;
+}
+
 void run_stream(const Options& options, Stream& stream, std::atomic<int64_t>& left, Clock::time_point start) {
   Worker& worker = *stream.worker;
   try {
     while (seconds_since(start) < options.seconds) {
-      const int64_t before = left.fetch_sub(options.batch);
-      if (before <= 0) break;
-      if (worker.run_batch(static_cast<int>(std::min<int64_t>(before, options.batch)))) continue;
+      const int64_t wanted = take(left, options.batch), before = worker.done;
+      if (wanted == 0) break;
+      const bool right = worker.run_batch(static_cast<int>(wanted));
+      left += wanted - (worker.done - before);  // cases that dropped out of the batch are still to do
+      if (right) continue;
       std::printf("WRONG after %.2f s, %lld cases of this stream: %s\n", seconds_since(start), static_cast<long long>(worker.done.load()),
                   worker.failure().c_str());
       leave(kWrong);
