@@ -1,7 +1,7 @@
 """Registers, shared memory, spills and loop instructions of CUDA kernels, per target, from the compiler alone: no GPU.
 
     python kernel_resources.py SOURCE... [--targets 80 86 89 90 120] [--nvcc nvcc] [--cuobjdump cuobjdump] [--json FILE]
-    python kernel_resources.py --library LIB [--targets 80 86 89 90a 100 120] [--json FILE] [--markdown FILE]
+    python kernel_resources.py --library LIB... [--targets 80 86 89 90a 100 120] [--json FILE] [--markdown FILE]
 
 The first compiles sources; the second reads what is in a built library or program. A loop is the body of a backward
 branch; it counts when it multiplies or decodes (mma, fp32 products or byte permutes inside) and holds no smaller loop
@@ -112,9 +112,9 @@ def from_source(arguments, source, target):
     return rows_of(target, resources, sass)
 
 
-def from_library(arguments, target):
+def from_library(arguments, library, target):
     def dump(what):
-        command = [arguments.cuobjdump, what, "-arch", f"sm_{target}", str(arguments.library)]
+        command = [arguments.cuobjdump, what, "-arch", f"sm_{target}", str(library)]
         text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
         # sm_90 also gives what is there for sm_90a
         blocks = re.split(r"\nFatbin (?:elf|ptx) code:\n", text)
@@ -150,7 +150,7 @@ def markdown(rows, targets, title):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="*")
-    parser.add_argument("--library", type=pathlib.Path, help="read a built library instead")
+    parser.add_argument("--library", type=pathlib.Path, nargs="+", help="read built libraries or objects instead")
     parser.add_argument("--targets", nargs="+")
     parser.add_argument("--nvcc", default="nvcc")
     parser.add_argument("--cuobjdump", default="cuobjdump")
@@ -163,8 +163,8 @@ def main():
     targets = arguments.targets or ["80", "86", "89", "90", *(["90a", "100"] if arguments.library else []), "120"]
     for target in targets:
         found = []
-        if arguments.library:
-            found = from_library(arguments, target)
+        for library in arguments.library or []:
+            found += from_library(arguments, library, target)
         for source in arguments.sources:
             found += from_source(arguments, source, target)
         rows += found
