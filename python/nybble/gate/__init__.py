@@ -3,9 +3,18 @@
 A gate is a module or package here with `add_arguments(parser)` and `run(options) -> exit code`, built on runner.py.
 """
 
-from nybble.gate import aliasing, determinism, memory, numerics
+from nybble.gate import aliasing, determinism, equality, every, memory, numerics, share, speed
 from nybble.gate.runner import Report, Role, Verdict, run_gate
 
-GATES = {"aliasing": aliasing, "determinism": determinism, "memory": memory, "numerics": numerics}
+GATES = {
+    "aliasing": aliasing,
+    "numerics": numerics,
+    "determinism": determinism,
+    "memory": memory,
+    "equality": equality,
+    "share": share,
+    "speed": speed,
+    "all": every,
+}
 
 __all__ = ["GATES", "Report", "Role", "Verdict", "run_gate"]

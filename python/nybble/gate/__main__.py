@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, gate in GATES.items():
         gate.add_arguments(commands.add_parser(name, help=(gate.__doc__ or "").strip().splitlines()[0]))
     options = parser.parse_args(arguments)
+    options.arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         return GATES[options.gate].run(options)
     except argparse.ArgumentError as error:

@@ -85,6 +85,7 @@ class CheckGate:
     arms: Sequence[CheckArm]
     cells: Sequence[Any]
     device: torch.device
+    algorithms = "error"  # runner.repeatable_algorithms; timed gates take the fastest
     left_out: dict[str, str]
 
     def runs(self, arm: CheckArm, cell: Any) -> bool:
@@ -110,7 +111,7 @@ def run_checks(gate: CheckGate) -> Report:
     started = time.monotonic()
     arms = [arm for arm in gate.arms if arm.not_run is None]
     report = Report(gate.name, gate.question, [], {arm.name: arm.not_run for arm in gate.arms if arm.not_run})
-    with repeatable_algorithms(), one_thread(gate.device.type == "cpu"):
+    with repeatable_algorithms(gate.algorithms), one_thread(gate.device.type == "cpu"):
         for cell in gate.cells:
             shared = gate.prepare(cell)
             report.results += [row(gate, arm, cell, shared) for arm in arms if gate.runs(arm, cell)]

@@ -49,7 +49,8 @@ def finish(report: Report, options: argparse.Namespace, *, lines: Iterable[str] 
     else:
         print("\n".join([report.question, "", *lines, *([""] if lines else []), *verdict_lines(report, parts)]))
     if options.record is not None:
-        record.write(options.record, data, text=lines + verdict_lines(report, parts), notes=options.note)
+        text = lines + verdict_lines(report, parts)
+        record.write(options.record, data, text=text, notes=options.note, arguments=options.arguments)
     return int(report.verdict)
 
 
@@ -57,3 +58,11 @@ def sabotage(gate: Any, name: str | None, sabotages: Sabotages) -> None:
     """Plants the fault `name` in a gate; None leaves it alone."""
     if name is not None:
         sabotages[name](gate)
+
+
+def card(device: str) -> str:
+    """The card that a verdict is for."""
+    if device == "cpu":
+        return "the CPU (no card)"
+    major, minor = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()} (sm_{major}{minor}); other cards: not run"

@@ -6,8 +6,7 @@ import json
 import os
 import shlex
 import subprocess
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +17,45 @@ from nybble import build_info
 SCHEMA = Path(__file__).with_name("report.schema.json")
 
 
-def write(path: Path, data: dict[str, Any], *, text: Iterable[str], notes: Iterable[str]) -> None:
-    """Writes `path`.json and `path`.md (a suffix of path is dropped)."""
-    whole = {**provenance(), **data, "notes": list(notes)}
+def write(
+    path: Path, data: dict[str, Any], *, text: Iterable[str], notes: Iterable[str], arguments: Sequence[str]
+) -> None:
+    """Writes `path`.json and `path`.md (a suffix of path is dropped). arguments: of `python -m nybble.gate`."""
+    whole = {**provenance(arguments), **data, "notes": list(notes)}
+    whole["results"] = [compact(result) for result in data["results"]]
     stem = path.with_suffix("") if path.suffix in (".json", ".md") else path
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_name(stem.name + ".json").write_text(as_text(whole))
     stem.with_name(stem.name + ".md").write_text(page(whole, list(text), stem.name))
 
 
-def provenance() -> dict[str, Any]:
+def compact(result: dict[str, Any]) -> dict[str, Any]:
+    """A judged row without what its verdict does not need: numbers of controls, words of checks that hold."""
+    if "checks" not in result:
+        return result
+    words = {name: {**c, "found": "" if c["holds"] else c["found"]} for name, c in result["checks"].items()}
+    return {**result, "checks": words, "values": {} if result["role"] == "control" else result["values"]}
+
+
+def provenance(arguments: Sequence[str]) -> dict[str, Any]:
     """The command, the commit and the versions behind a report."""
     info = build_info()
     commit, dirty = commit_of(Path(__file__).parent)
     return {
-        "command": "python -m nybble.gate " + shlex.join(sys.argv[1:]),
+        "command": "python -m nybble.gate " + shlex.join(without_record(arguments)),
         "commit": commit,
         "dirty": dirty,
         "versions": {"nybble": info["version"], "torch": torch.__version__, "cuda": info["cuda"], **driver()},
     }
+
+
+def without_record(arguments: Sequence[str]) -> list[str]:
+    """The arguments without where the record went, which is nobody else's folder."""
+    given = list(arguments)
+    if "--record" in given:
+        at = given.index("--record")
+        del given[at : at + 2]
+    return given
 
 
 def commit_of(folder: Path) -> tuple[str, bool | None]:

@@ -185,14 +185,16 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return largest if largest == largest and largest > 0 else float("inf")
 
 
-def run_gate(gate: Gate, *, repeats: int = 1) -> Report:
-    """Runs every arm of `gate` in every cell `repeats` times; keeps the worst repeat of a cell."""
+def run_gate(gate: Gate, *, repeats: int = 1, algorithms: str = "error") -> Report:
+    """Runs every arm of `gate` in every cell `repeats` times; keeps the worst repeat of a cell. algorithms: as for
+    repeatable_algorithms().
+    """
     started = time.monotonic()
     arms = [arm for arm in gate.arms if arm.not_run is None]
     not_run = {arm.name: arm.not_run for arm in gate.arms if arm.not_run is not None}
     report = Report(gate.name, gate.question, [], not_run, gate.soundness_only)
     references: dict[Hashable, Outcome] = {}
-    with repeatable_algorithms():
+    with repeatable_algorithms(algorithms):
         for cell in gate.cells:
             pairs = [(arm, gate.reference_key(arm, cell)) for arm in arms if gate.runs(arm, cell)]
             for arm, key in pairs:
@@ -282,12 +284,12 @@ def _worst(results: Sequence[Result]) -> Result:
 
 
 @contextlib.contextmanager
-def repeatable_algorithms() -> Iterator[None]:
-    """Deterministic algorithms for the block, the caller's setting after it."""
+def repeatable_algorithms(mode: str = "error") -> Iterator[None]:
+    """Deterministic algorithms for the block, the caller's setting after it. mode: what an op without one does, "error"
+    or "warn"; "default": whatever is fastest.
+    """
     before = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode(
-        "error"
-    )  # not use_deterministic_algorithms(): that imports the compiler, seconds
+    torch.set_deterministic_debug_mode(mode)  # not use_deterministic_algorithms(): that imports the compiler, seconds
     try:
         yield
     finally:

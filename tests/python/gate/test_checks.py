@@ -104,7 +104,9 @@ def test_a_record_has_what_is_needed_to_run_it_again(tmp_path, monkeypatch):
     monkeypatch.setenv("NYBBLE_COMMIT", "0123abc")
     report = run_checks(ToyGate())
     report.not_run["race"] = "no GPU"
-    record.write(tmp_path / "cpu-gate-toy.json", as_json(report, 0), text=["a table"], notes=["a surprise"])
+    record.write(
+        tmp_path / "cpu-gate-toy.json", as_json(report, 0), text=["a table"], notes=["a surprise"], arguments=["toy"]
+    )
     data = json.loads((tmp_path / "cpu-gate-toy.json").read_text())
     assert data["commit"] == "0123abc" and data["verdict"] == 0 and len(data["results"]) == 8
     page = (tmp_path / "cpu-gate-toy.md").read_text()

@@ -67,7 +67,8 @@ def test_reports_and_their_records_keep_to_the_schema(arguments, tmp_path, capsy
     printed = json.loads(capsys.readouterr().out)
     stored = json.loads((tmp_path / "here.json").read_text())
     assert faults(printed, SCHEMA) == [] and faults(stored, SCHEMA) == []
-    assert stored["results"] == printed["results"] and "gate" in stored["command"]
+    assert len(stored["results"]) == len(printed["results"])
+    assert stored["command"] == "python -m nybble.gate " + " ".join([*arguments, "--json"])
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)

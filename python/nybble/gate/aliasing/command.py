@@ -20,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=8, help="must exceed the largest slot count")
     parser.add_argument("--dim", type=int, default=64, help="in and out features of a weight, a multiple of 64")
     parser.add_argument("--tokens", type=int, default=8, help="rows of x")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of every arm in every cell; the worst counts")
+    parser.add_argument("--repeats", type=int, help="runs of every arm in every cell; the worst counts")
+    parser.add_argument("--full", action="store_true", help="five repeats instead of one")
     parser.add_argument(
         "--bypass-pool",
         action="store_true",
@@ -39,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         raise argparse.ArgumentError(None, str(error)) from None
     if options.sabotage:
         SABOTAGES[options.sabotage](gate)
-    report = run_on_one_thread(gate, repeats=options.repeats)
+    report = run_on_one_thread(gate, repeats=options.repeats or (5 if options.full else 1))
     return finish(report, options, lines=render(report, gate.cells, gate.parts), parts=gate.parts)
 
 

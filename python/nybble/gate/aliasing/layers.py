@@ -55,8 +55,8 @@ class Base:
         shapes: (N, K) by name.
         layers: number of layers.
         dense: True keeps dtype weights instead of NF4 (for the native arm).
-        device: where the slots will be; blobs are host memory, page-locked for CUDA.
-        seed: of the weights, drawn N(0, 1/K) on the CPU.
+        device: where the slots will be and weights are drawn; blobs are host memory, page-locked for CUDA.
+        seed: of the weights, N(0, 1/K).
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class Base:
         self.blob_bytes = 0
         self.code = self.nested_code = None
         self.blobs: list[torch.Tensor] = []
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(seed)
         for _ in range(layers):
             tensors = {}
             for name, (n, k) in self.shapes.items():
-                weight = (torch.randn(n, k, generator=generator) / k**0.5).to(dtype)
+                weight = (torch.randn(n, k, generator=generator, device=device) / k**0.5).to(dtype)
                 tensors.update(self._tensors_of(name, weight))
             if not self.parts:
                 self._lay_out(tensors)

@@ -1,0 +1,83 @@
+"""The command line that `share` and `speed` have in common."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nybble.gate import command
+from nybble.gate.checks import Row, run_checks
+from nybble.gate.runner import Report
+from nybble.gate.training.needs import missing
+from nybble.gate.training.store import Shape
+from nybble.gate.training.timed import Sizes
+
+LLAMA_8B_LAYERS = Shape(4096, 14336, 4, 32, 8, 4096)
+SMALL_LAYERS = Shape(2048, 5632, 4, 16, 8, 4096)  # for cards with 8 GB
+SMALL_CARD_BYTES = 16 << 30
+SIZES = {
+    ("cpu", False): Sizes(Shape(64, 128, 2, 2, 1, 64), (16,), 5, 0.02, "eager"),
+    ("cpu", True): Sizes(Shape(128, 256, 4, 4, 2, 256), (64, 256), 7, 0.2, "eager"),
+    ("cuda", False): Sizes(LLAMA_8B_LAYERS, (512, 4096), 7, 0.15),
+    ("cuda", True): Sizes(LLAMA_8B_LAYERS, (128, 512, 2048, 8192), 11, 0.4),
+}
+
+
+def add_timed(parser: argparse.ArgumentParser, sabotages: command.Sabotages) -> None:
+    """The options of a timed gate."""
+    command.add_common(parser, sabotages)
+    parser.add_argument(
+        "--tokens", type=lambda text: tuple(map(int, text.split(","))), help="of a step, such as 512,4096"
+    )
+    parser.add_argument("--rounds", type=int, help="in which every arm runs once")
+
+
+def run_timed(
+    name: str, make: Callable[[Sizes], Any], options: argparse.Namespace, sabotages: command.Sabotages
+) -> int:
+    """Runs the gate, prints its report, returns the exit code."""
+    why = missing()
+    if why is not None:
+        return command.finish(Report(name, f"the {name} gate", [], {"all": why}), options)
+    sizes, left_out = fitting(SIZES[options.device, options.full], options.device)
+    sizes = dataclasses.replace(sizes, tokens=options.tokens or sizes.tokens, rounds=options.rounds or sizes.rounds)
+    gate = make(sizes)
+    gate.left_out |= left_out
+    try:
+        command.sabotage(gate, options.sabotage, sabotages)
+        report = run_checks(gate)
+    finally:
+        gate.close()
+    report.findings |= {"card": command.card(options.device), "shape": dataclasses.asdict(sizes.shape)}
+    return command.finish(report, options, lines=table(report))
+
+
+def fitting(sizes: Sizes, device: str) -> tuple[Sizes, dict[str, str]]:
+    """Smaller layers for a small card, and what that leaves out."""
+    if device != "cuda" or torch.cuda.mem_get_info()[0] >= SMALL_CARD_BYTES:
+        return sizes, {}
+    why = f"{torch.cuda.mem_get_info()[0] >> 20} MiB are free: layers of hidden size {SMALL_LAYERS.hidden} instead"
+    return dataclasses.replace(sizes, shape=SMALL_LAYERS), {"layers of Llama 3 8B": why}
+
+
+def table(report: Report) -> list[str]:
+    """Time and memory of every arm, then the words of the verdict."""
+    lines = [f"on {report.findings['card']}; layers {report.findings['shape']}"]
+    heads = f"{'ms/step':>9} {'tok/s':>9} {'spread':>7} {'host':>5} {'peak MiB':>9} {'MHz':>6} {'W':>5} {'mem%':>5}"
+    lines.append(f"{'cell':<12} {'arm':<26} {heads}")
+    for row in (r for r in report.results if isinstance(r, Row) and r.values):
+        v = row.values
+        peak = f"{v['peak_bytes'] >> 20}" if "peak_bytes" in v else "-"
+        state = [v.get(key) for key in ("sm_clock_mhz", "power_w", "memory_controller_percent")]
+        clock, power, memory = ("-" if value is None else f"{value:.0f}" for value in state)
+        lines.append(
+            f"{row.cell:<12} {row.arm:<26} {v['step_ms']:>9.3f} {v['tokens_per_second']:>9.0f} {v['spread']:>7.1%} "
+            f"{v['host_share']:>5.2f} {peak:>9} {clock:>6} {power:>5} {memory:>5}"
+        )
+    lines += [f"{cell}: {words}" for cell, words in report.findings.get("words", {}).items()]
+    roofs = ", ".join(f"{name} {value:.0f}" for name, value in report.findings.get("ceilings", {}).items())
+    return lines + ([f"same-session ceilings: {roofs}"] if roofs else [])

@@ -1,0 +1,168 @@
+"""share and speed: what may be said of times, proof of training, verdicts from times that are made up."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from nybble.gate.training.needs import missing
+
+if missing() is not None:
+    pytest.skip(missing(), allow_module_level=True)
+
+from nybble.gate.checks import run_checks
+from nybble.gate.runner import Verdict, one_thread
+from nybble.gate.share import command as share_command
+from nybble.gate.share.gate import DENSE, DEQUANT, FUSED, Finding, ShareGate
+from nybble.gate.speed import command as speed_command
+from nybble.gate.speed.gate import SpeedGate
+from nybble.gate.training import timed, timing
+from nybble.gate.training.store import Shape
+from nybble.gate.training.timing import Interval, Turns, saving, spread, timing_faults
+from nybble.gate.training.trainee import Proof, Trainee
+
+SIZES = timed.Sizes(Shape(64, 64, 2, 2, 1, 32), (4,), 5, 1e-12, "eager")
+SABOTAGES = {ShareGate: share_command.SABOTAGES, SpeedGate: speed_command.SABOTAGES}
+STEP_MS = {"no backward": 30.0, "every step twice": 190.0}  # of the controls; everything else by `ms`
+
+
+def made_up(gate, monkeypatch, train=False, **ms):
+    """The gate's report with these milliseconds; with made-up training too, unless train."""
+    times = {DEQUANT: 100.0, FUSED: 95.0, DENSE: 90.0, "streamed": 95.0, "resident": 95.0} | STEP_MS | ms
+
+    def turns(calls, rounds, device, seed=0):
+        seconds = {name: [times.get(name, 100.0) * (1 + 0.001 * i) for i in range(rounds)] for name in calls}
+        return Turns(seconds, seconds, {name: [] for name in calls})
+
+    def steps(self, arm, count, weight=1.0):
+        proof = self.proofs.setdefault(arm, Proof())
+        for _ in range(count):
+            proof.norms.append(torch.tensor(weight))
+            proof.losses.append(torch.tensor(2.0 - 0.1 * len(proof.losses)))
+
+    def prove(self, arm, act, count):
+        act(self, arm, count)
+        self.proofs[arm].change = 1e-3
+
+    monkeypatch.setattr(timing, "take_turns", turns)
+    if not train:
+        monkeypatch.setattr(Trainee, "steps", steps)
+        monkeypatch.setattr(Trainee, "prove", prove)
+    return run_checks(gate)
+
+
+@pytest.fixture(scope="module")
+def gates():
+    with one_thread():
+        made = {kind: kind("cpu", SIZES) for kind in (ShareGate, SpeedGate)}
+        yield made
+        for gate in made.values():
+            gate.close()
+
+
+@pytest.fixture(params=[ShareGate, SpeedGate])
+def gate(request, gates):
+    return copied(gates[request.param])
+
+
+@pytest.fixture
+def share(gates):
+    return copied(gates[ShareGate])
+
+
+def copied(gate):
+    """The same models under arms of its own."""
+    twin = copy.copy(gate)
+    twin.arms = list(gate.arms)
+    return twin
+
+
+def test_arms_that_really_train_and_save_no_more_than_the_ablation_are_ok(share, monkeypatch):
+    report = made_up(share, monkeypatch, train=True)
+    assert report.verdict == Verdict.OK
+    assert all("gradient norm" in c.found for r in report.results for c in r.checks if c.name == "trained" and c.holds)
+
+
+def test_made_up_training_is_ok_too(gate, monkeypatch):
+    assert made_up(gate, monkeypatch).verdict == Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("kind", "sabotage", "ms", "code"),
+    [
+        (ShareGate, "no-backward", {FUSED: 30.0}, 1),
+        (ShareGate, "no-gradients", {}, 1),
+        (ShareGate, "cured-controls", {}, 2),
+        (ShareGate, "nothing-compared", {}, 3),
+        (SpeedGate, "twice", {"resident": 190.0}, 1),
+        (SpeedGate, "no-gradients", {}, 1),
+        (SpeedGate, "cured-controls", {"every step twice": 100.0}, 2),
+        (SpeedGate, "nothing-compared", {}, 3),
+    ],
+)
+def test_verdict_of_every_sabotage(gates, monkeypatch, kind, sabotage, ms, code):
+    gate = copied(gates[kind])
+    SABOTAGES[kind][sabotage](gate)
+    assert made_up(gate, monkeypatch, **ms).verdict == code
+
+
+def test_a_spread_of_rounds_is_no_verdict(share, monkeypatch):
+    report = made_up(share, monkeypatch)
+    assert report.verdict == Verdict.OK
+    monkeypatch.setattr(timing, "LARGEST_SPREAD", 0.001)
+    assert made_up(share, monkeypatch).verdict == Verdict.NO_VERDICT
+
+
+def test_a_linear_that_was_not_switched_is_no_verdict(share, monkeypatch):
+    import bitsandbytes as bnb
+
+    from nybble.gate.training.models import switched_linears
+
+    monkeypatch.setattr(switched_linears(share.model)[0], "__class__", bnb.nn.Linear4bit)
+    report = made_up(share, monkeypatch)
+    assert report.verdict == Verdict.NO_VERDICT and "13 linears switched, expected 14" in report.faults[0]
+
+
+def test_words_of_the_verdict():
+    small, large = Interval(0.01, 0.005, 0.015), Interval(0.10, 0.09, 0.11)
+    assert "not worth it on this card" in Finding(small, small, 0.0).words
+    assert "not worth it" not in Finding(large, large, 0.0).words
+    over = Finding(large, Interval(0.2, 0.18, 0.22), 0.01)
+    assert not over.explained and "arms differ in more than the dequantisation" in over.words
+    by_bytes = dataclasses.replace(over, bytes_share=0.1)
+    assert by_bytes.explained and "bytes not read are worth up to 10.0%" in by_bytes.words
+
+
+def test_times_without_a_verdict():
+    assert timing_faults({"a": [1.0] * 5}, ["a"]) == []
+    assert "4 rounds" in timing_faults({"a": [1.0] * 4}, ["a"])[0]
+    assert "spread over 6.0%" in timing_faults({"a": [1.0, 1.0, 1.06, 1.0, 1.0]}, ["a"])[0]
+    assert spread([2.0, 1.0, 4.0]) == 1.5
+
+
+def test_saving_is_by_pairs_of_one_round():
+    drift = [1.0, 1.1, 1.2, 1.3, 1.4]
+    found = saving(drift, [0.9 * t for t in drift])
+    assert found.low == pytest.approx(0.1) and found.high == pytest.approx(0.1)
+    assert saving(drift, drift[::-1]).high > 0.2
+    with pytest.raises(ValueError, match="equally many"):
+        saving(drift, drift[:3])
+
+
+@pytest.mark.parametrize(
+    ("proof", "words"),
+    [
+        (Proof(), "no step"),
+        (Proof([torch.tensor(0.0)], [torch.tensor(1.0)], 1.0), "gradient norms 0"),
+        (Proof([torch.tensor(float("nan"))], [torch.tensor(1.0)], 1.0), "gradient norms nan"),
+        (Proof([torch.tensor(1.0)] * 2, [torch.tensor(2.0)] * 2, 1.0), "loss does not move"),
+        (Proof([torch.tensor(1.0)] * 2, [torch.tensor(2.0), torch.tensor(1.9)], 0.0), "adapters did not change"),
+    ],
+)
+def test_every_way_not_to_have_trained(proof, words):
+    assert words in proof.fault()
+
+
+def test_proof_of_real_training():
+    assert Proof([torch.tensor(1.0)] * 2, [torch.tensor(2.0), torch.tensor(1.9)], 1e-3).fault() is None
