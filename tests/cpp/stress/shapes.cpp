@@ -42,9 +42,15 @@ void draw_shape(Random& random, LinearPath path, LinearProblem& p) {
       p.k = p.block_size * std::max<int64_t>(1, random.log_in(64, 8192) / p.block_size);
       break;
     case LinearPath::kSmallM:
-      p.m = std::min<int64_t>(near_multiple(random, random.log_in(1, 128), 8), 128);
-      p.n = 256 * random.log_in(1, 24);
-      p.k = 1024 * random.in(1, 6);
+      p.m = std::min<int64_t>(near_multiple(random, random.log_in(1, kSmallMMaxTokens), 8), kSmallMMaxTokens);
+      if (random.one_in(4)) {  // what only some kernels of the path take, if any
+        p.block_size = 64 << random.in(0, 2);
+        p.n = 8 * random.log_in(1, 700);
+        p.k = 64 * random.log_in(1, 96);
+      } else {
+        p.n = 256 * random.log_in(1, 24);
+        p.k = 1024 * random.in(1, 6);
+      }
       break;
     case LinearPath::kRow:
       p.m = random.in(1, kRowMaxTokens);
@@ -114,7 +120,11 @@ DeviceModel draw_device(Random& random, const DeviceModel& device) {
 
 LinearPlan draw_plan(Random& random, LinearPath path, const LinearProblem& p, const DeviceModel& device) {
   if (path == LinearPath::kRow) return plan_row(p, device);
-  if (path == LinearPath::kSmallM) return plan_small_m_as(p, device, static_cast<SmallMSum>(random.in(0, kSmallMSums - 1)));
+  if (path == LinearPath::kSmallM) {
+    const bool tiles = p.n % 256 == 0 && p.k % 1024 == 0 && p.block_size == 64;
+    if (!tiles || random.one_in(2)) return plan_small_m(p, device);
+    return plan_small_m_as(p, device, static_cast<SmallMSum>(random.in(0, kSmallMSums - 1)));
+  }
   if (path == LinearPath::kHopper) {
     if (random.one_in(8)) return plan_hopper(p, device);
     return plan_hopper_as(
