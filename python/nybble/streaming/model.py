@@ -16,7 +16,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 from .._library import build_info
 from ..errors import UnsupportedError
 from ..quant_state import QUANT_TYPE_CODES, nested_table, table
-from . import modules, native, skeleton
+from . import modules, native, sharing, skeleton
 from .store import CheckpointStore
 from .visit import Fetcher, LayerVisit
 from .weights import StreamedWeight, Tables
@@ -36,19 +36,20 @@ class Streamed:
         window: int,
         device: torch.device,
         pin: bool | None,
+        share,
         ring_options: dict,
     ):
         self.base = skeleton.base_model_of(model)
         self.device = device
         self.layers: Sequence[torch.nn.Module] = self.base.base_model.layers
         self.window = min(window, len(self.layers))
-        self.arena = native.Arena()
         self._owners: list[int] = []
         self._forget = weakref.finalize(self, _forget_owners, self._owners)
         self.projections = self._find(store)
-        self._plan(store)
-        self.arena.require_memory()
-        self._fill(store)
+        if share is None or share is False:
+            self._load(store, native.Arena())
+        else:
+            self._load_shared(store, sharing.of_group(share))
         self.pinned_bytes = self._pin(pin) if device.type == "cuda" and pin is not False else 0
         self._make_ring(ring_options)
 
@@ -100,6 +101,31 @@ class Streamed:
                 row.append(StreamedWeight(weight, uid + index, visit, self.arena, arena_layer, first))
                 first += len(weight.parts())
             self.weights.append(row)
+
+    def _load(self, store: CheckpointStore, arena: native.Arena) -> None:
+        self.arena = arena
+        self._plan(store)
+        self.arena.require_memory()
+        self._fill(store)
+
+    def _load_shared(self, store: CheckpointStore, shared: sharing.Shared) -> None:
+        """The first process of this host fills the arena, the others map it and plan the same layers."""
+        digest, fault = "", None
+        try:
+            if shared.leads:
+                self._load(store, shared.new_arena())
+                digest = sharing.fingerprint(self.weights, store)
+        except Exception as error:  # told to the others first
+            fault = error
+        shared.filled(digest, fault)
+        try:
+            if not shared.leads:
+                self.arena = shared.arena_of_leader()
+                self._plan(store)
+                digest = sharing.fingerprint(self.weights, store)
+        except Exception as error:
+            fault = error
+        shared.attached(digest, fault)
 
     def _fill(self, store: CheckpointStore) -> None:
         _, total, _ = self.arena.size()
@@ -233,6 +259,7 @@ def stream(
     device: torch.device | str | None = None,
     activations: str | Sequence[str] = "recompute",
     pin: bool | None = None,
+    share=None,
     **ring_options,
 ) -> torch.nn.Module:
     """A model whose decoder layers' 4-bit weights stay in host memory and pass through `window` slots on the device.
@@ -246,6 +273,8 @@ def stream(
     and keeps activations; or one of the two per layer.
     pin: page-lock the host memory that a GPU copies from. None: where it is refused, warn and go on; True: MemoryError;
     False: don't.
+    share: a torch.distributed process group, or True for the default one, all of whose ranks make this call: those on
+    one host keep one copy of the base in its memory.
     ring_options: prefetch, and for tests poison, land_at_wait, delay_us, chunk_bytes, observer (see native.Ring).
 
     Gradients equal those of the resident model bit for bit; a read of another layer's weight is a StaleWeightError.
@@ -265,7 +294,7 @@ def stream(
         raise ValueError("the model is streamed already; call nybble.unstream(model) first")
     _require_4bit_adapters(base)
     keep = _policies(activations, len(base.base_model.layers))
-    streamed = Streamed(model, checkpoint, window, _device_of(model, device), pin, ring_options)
+    streamed = Streamed(model, checkpoint, window, _device_of(model, device), pin, share, ring_options)
     names = {weight.name for row in streamed.weights for weight in row}
     skeleton.fill_resident(base, checkpoint, streamed.device, names)
     streamed.bind(keep, config.bnb_4bit_compute_dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_char_p, c_int32, c_int64, c_uint64, c_void_p
@@ -52,6 +53,8 @@ _SIGNATURES = {
     "nybble_slot_owner": [c_int64, POINTER(c_int64), POINTER(c_uint64), POINTER(c_int32)],
     "nybble_verify_owner": [c_int64, POINTER(c_void_p), c_int32],
     "nybble_arena_new": [POINTER(c_void_p)],
+    "nybble_arena_new_shared": [POINTER(c_void_p), POINTER(c_int32)],
+    "nybble_arena_attach": [c_int32, POINTER(c_void_p)],
     "nybble_arena_free": [c_void_p],
     "nybble_arena_add_layer": [
         c_void_p,
@@ -144,11 +147,27 @@ class Checkpoint:
 class Arena:
     """The packed base in host memory: one contiguous blob per layer."""
 
-    def __init__(self):
-        handle = c_void_p()
-        check(lib.nybble_arena_new(byref(handle)))
+    def __init__(self, handle: c_void_p | None = None, file: int = -1):
+        if handle is None:
+            handle = c_void_p()
+            check(lib.nybble_arena_new(byref(handle)))
         self.handle = handle
+        self.file = file  # descriptor of shared memory, owned by the core; -1: private
         self._end = weakref.finalize(self, lib.nybble_arena_free, handle)
+
+    @classmethod
+    def shared(cls) -> Arena:
+        """In memory that other processes of this host can map, through /proc/<pid>/fd/<file>."""
+        handle, file = c_void_p(), c_int32()
+        check(lib.nybble_arena_new_shared(byref(handle), byref(file)))
+        return cls(handle, file.value)
+
+    @classmethod
+    def attach(cls, path: str) -> Arena:
+        """The memory of another process's filled arena: the same layers added in the same order are complete."""
+        handle = c_void_p()
+        check(lib.nybble_arena_attach(os.open(path, os.O_RDWR | os.O_CLOEXEC), byref(handle)))
+        return cls(handle)
 
     def add_layer(self, names: Sequence[str], sizes: Sequence[int]) -> tuple[int, int, list[int]]:
         """Parts of so many bytes. Returns the layer, its layout (equal for same-shaped layers), the parts' offsets."""

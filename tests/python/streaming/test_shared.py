@@ -1,0 +1,115 @@
+"""Processes of one host keep one copy of the streamed base, and each computes what it would alone."""
+
+import concurrent.futures
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import LAYERS, Store, assert_equal, checkpointed, resident_model, step, streamed_model, with_adapters
+
+from nybble.streaming import model, sharing
+
+SCRIPT = pathlib.Path(__file__).with_name("shared_rank.py")
+
+
+def run(folder: pathlib.Path, *stores: Store) -> list[dict]:
+    """What two ranks found, rank r with stores[r]."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", SCRIPT, str(rank), "2", folder, str(stores[0].device), *stores]
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert rank.wait(timeout=550) == 0
+    return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_two_ranks_map_one_arena_and_compute_the_same_bits(stores, tmp_path):
+    first, second = run(tmp_path, stores())
+    assert first["files"] == second["files"] and len(first["files"]) == 1  # the inode of the one memory
+    assert first["ranges"] >= 1 and second["ranges"] >= 1
+    assert first["host_bytes"] == second["host_bytes"] > 0
+    assert first["keys"] == second["keys"] > 0
+    expected = step(checkpointed(with_adapters(resident_model(stores()))))
+    for rank in range(2):
+        assert_equal(torch.load(tmp_path / f"gradients-{rank}.pt"), expected, at_least=4 * LAYERS)
+
+
+class Ranks:
+    """Two ranks as threads of this process: what they tell each other goes through a barrier."""
+
+    def __init__(self):
+        self.barrier = threading.Barrier(2, timeout=120)
+        self.values = [None, None]
+        self.mine = threading.local()
+
+    def of_group(self, rank: int) -> sharing.Shared:
+        def gather(value) -> list:
+            self.values[rank] = value
+            self.barrier.wait()
+            found = list(self.values)
+            self.barrier.wait()
+            return found
+
+        return sharing.Shared(rank, gather)
+
+    def stream(self, *stores: Store) -> list:
+        """Per rank, its model or what it raised."""
+
+        def one(rank: int):
+            try:
+                return streamed_model(stores[rank], share=rank)
+            except Exception as error:
+                return error
+
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            return list(pool.map(one, range(2)))
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    found = Ranks()
+    monkeypatch.setattr(sharing, "of_group", found.of_group)
+    return found
+
+
+def test_only_the_first_rank_of_a_host_fills_the_arena(stores, ranks, monkeypatch):
+    filled = []
+    monkeypatch.setattr(
+        model.Streamed, "_fill", lambda self, store, real=model.Streamed._fill: filled.append(real(self, store))
+    )
+    models = ranks.stream(stores(), stores())
+    assert len(filled) == 1
+    expected = step(checkpointed(with_adapters(resident_model(stores()))))
+    for streamed in models:
+        assert_equal(step(checkpointed(with_adapters(streamed))), expected, at_least=4 * LAYERS)
+
+
+def test_another_store_on_a_rank_is_an_error_on_every_rank(stores, ranks):
+    first, second = ranks.stream(stores(), stores("mistral"))
+    assert isinstance(first, ValueError) and "can't be shared: {1:" in str(first)
+    assert isinstance(second, ValueError)
+
+
+@pytest.mark.parametrize("broken_rank", [0, 1])
+def test_a_damaged_store_on_one_rank_ends_all(stores, ranks, tmp_path, broken_rank):
+    broken = Store(tmp_path / "broken")
+    shutil.copytree(stores(), broken)
+    tensors = load_file(tmp_path / "broken" / "model.safetensors")
+    key = "model.layers.3.mlp.up_proj.weight.absmax"
+    tensors[key] = tensors[key][:-1].clone()
+    save_file(tensors, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
+    given = [stores(), stores()]
+    given[broken_rank] = broken
+    broken.device = stores().device
+    found = ranks.stream(*given)
+    assert all(isinstance(error, (ValueError, RuntimeError)) for error in found)
+    if broken_rank == 0:
+        assert "absmax" in str(found[0]) and "absmax" in str(found[1])
