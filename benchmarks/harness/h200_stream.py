@@ -333,7 +333,8 @@ def machine(options) -> dict:
     info = nybble.build_info()
     info.pop("library")
     name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    command = " ".join(["h200_stream.py", *sys.argv[1:]])
+    local = {str(value) for value in ("--out", options.out, "--scratch", options.scratch)}  # paths of this machine
+    command = " ".join(["h200_stream.py", *[argument for argument in sys.argv[1:] if argument not in local]])
     return {"device": name, "command": command, "commit": options.commit, **info}
 
 
