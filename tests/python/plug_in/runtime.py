@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nybble
 
-LAYERS, SLOTS, WIDTH, HIDDEN = 5, 2, 64, 96
+LAYERS, SLOTS, WIDTH, HIDDEN = 5, 2, 64, 128
 SHAPES = {"first": (HIDDEN, WIDTH), "second": (WIDTH, HIDDEN)}
 
 

@@ -14,6 +14,7 @@ from .runtime import LAYERS, WIDTH, Runtime
 
 PAGE = pathlib.Path(__file__).resolve().parents[3] / "docs" / "plug-in.md"
 MULTIPLIES = 2 * LAYERS
+TOLERANCE = 0.1  # of the worst tensor, bf16; a gradient from another layer's weight is off by more than its norm
 TENSORS = 1 + 2 * LAYERS  # the output and both adapter matrices of every layer
 
 
@@ -79,7 +80,7 @@ def test_auto_mode_agrees_with_the_old_site(device):
     expected = Runtime(device, dense_site).step(inputs(device))
     nybble.reset_path_counters()
     found = Runtime(device, swapped(), mode="auto").step(inputs(device))
-    assert worst(found, expected) <= 2e-2
+    assert worst(found, expected) <= TOLERANCE
     counts = nybble.path_counters()
     assert counts["dequant"] == {"forward": 0, "grad_input": 0}
     assert sum(path["grad_input"] for path in counts.values()) == MULTIPLIES
@@ -88,8 +89,8 @@ def test_auto_mode_agrees_with_the_old_site(device):
 def test_the_control_an_op_that_hides_its_weight_is_seen(device):
     expected = Runtime(device, dense_site).step(inputs(device))
     found = Runtime(device, upstream_site).step(inputs(device))
-    assert worst({"y": found["y"]}, {"y": expected["y"]}) <= 2e-2
-    assert worst(found, expected) > 0.1
+    assert worst({"y": found["y"]}, {"y": expected["y"]}) <= TOLERANCE
+    assert worst(found, expected) > 5 * TOLERANCE
 
 
 @pytest.mark.parametrize("guard", ["uid", "callable"])
