@@ -71,7 +71,7 @@ def test(python: pathlib.Path, build_dir: pathlib.Path) -> tuple[str, list[str]]
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=600", "tests/python/patching"]
     output = run(command, env=environment).stdout
     closing = re.findall(r"^(?:\d+ \w+(?:, )?)+.* in [\d.]+s.*$", output, re.M)
-    failed = re.findall(r"^(?:FAILED|ERROR) \S*?([\w.]+(?:::\S+)?)", output, re.M)
+    failed = re.findall(r"^(?:FAILED|ERROR) \S+/(\S+)", output, re.M)
     if not closing:
         return "did not run: " + output.strip()[-200:].replace("\n", " "), failed
     return re.sub(r",? ?\d+ warnings?|,? in [\d.]+s.*", "", closing[-1]), failed

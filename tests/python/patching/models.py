@@ -59,7 +59,9 @@ def load(path: str, compute_dtype=torch.bfloat16, device="cpu", *, layers: int =
 
 
 def prepared(model, reentrant: bool = False):
-    return peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()  # older PEFT leaves that to the Trainer for non-reentrant checkpointing
+    return model
 
 
 def with_adapters(model, **config):
