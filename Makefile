@@ -1,6 +1,6 @@
 # Every target does its own set-up. On a machine without network (a GPU node): NYBBLE_PYTHON=python3 make gpu-test
 # uses that interpreter and the build folder NYBBLE_BUILD_DIR as they are: no apt, no pip, no compiler.
-.PHONY: demo test lint bench sanitize gpu-test wheel wheel-test peer-test build setup clean format
+.PHONY: demo test lint bench sanitize gpu-test gate-selftest wheel wheel-test peer-test build setup clean format
 .DEFAULT_GOAL := test
 
 CUDA ?= AUTO
@@ -60,6 +60,9 @@ peer-test: build
 	@tools/setup.sh peer
 	PYTHONPATH=python NYBBLE_BUILD_DIR=$(abspath $(NYBBLE_BUILD_DIR)) HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=PASSIVE \
 	  build/peer/bin/python -W ignore tests/peers/soup_streaming.py
+
+gate-selftest: build
+	$(QUIET_RUN) tests/python/gate/selftest.py
 
 sanitize:
 	@tools/setup.sh core sanitize

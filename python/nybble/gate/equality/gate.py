@@ -73,6 +73,7 @@ class EqualityGate:
         self.resident = models.with_adapters(models.resident(self.store, self.device, self.switch))
         self.models = {window: self._streamed(window) for window in windows}
         self.refills = {window: 0 for window in windows}
+        self.paths: dict[str, set[str]] = {}  # that each mode launched
 
     def _streamed(self, window: int) -> torch.nn.Module:
         base = models.streamed(self.store, window, self.device, **LATE)
@@ -102,6 +103,7 @@ class EqualityGate:
         models.checkpoint(model, cell.early_stop)
         before = nybble.memory_stats(model)["refills"]
         outcome = self.step(model)
+        self.paths.setdefault(arm.mode, set()).update(name.split(".")[0] for name in outcome.launches or {})
         self.refills[cell.window] += nybble.memory_stats(model)["refills"] - before
         return outcome
 
@@ -122,8 +124,14 @@ class EqualityGate:
         switched = all(count == expected for count in counts.values())
         return [
             Claim(f"every model has {expected} linears switched", switched, str(counts)),
+            Claim("auto and dequant ran different code", self.ran_apart(), str(self.paths)),
             Claim("slots were refilled", all(self.refills.values()), str(self.refills)),
         ]
+
+    def ran_apart(self) -> bool:
+        """With auto on the dequant path, one thing would have been compared twice."""
+        auto, dequant = self.paths.get("auto", set()), self.paths.get("dequant", set())
+        return not {"auto", "dequant"} <= self.paths.keys() or (bool(auto) and not auto & dequant)
 
     def step(self, model: torch.nn.Module) -> Outcome:
         """One forward and backward: hidden states, loss and logits by layer, then every adapter's gradient."""

@@ -12,7 +12,7 @@ from nybble.gate.multiply import FORWARD, Weight, dense_multiply, multiply
 from nybble.gate.runner import Role
 
 ERROR, ELEMENT, LAUNCH, EQUAL = "error", "element", "launch", "equal to dequantise + linear"
-PANEL = 16  # terms between two roundings of the control with bf16 sums
+PANEL, PANELS = 16, 32  # terms between two roundings of the control with bf16 sums, at least; roundings, at most
 
 
 def product(direction: str, operand: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -66,8 +66,9 @@ def low_precision_sums(direction: str, operand: torch.Tensor, weight: Weight) ->
     """Right weights, but the running sum is rounded to the dtype of the result after every panel of terms."""
     matrix = weight.dense() if direction == FORWARD else weight.dense().t()  # [columns, terms]
     total = torch.zeros(operand.shape[0], matrix.shape[0], dtype=operand.dtype, device=operand.device)
-    for first in range(0, matrix.shape[1], PANEL):
-        term = operand[:, first : first + PANEL].float() @ matrix[:, first : first + PANEL].float().t()
+    panel = max(PANEL, matrix.shape[1] // PANELS)
+    for first in range(0, matrix.shape[1], panel):
+        term = operand[:, first : first + panel].float() @ matrix[:, first : first + panel].float().t()
         total = (total.float() + term).to(operand.dtype)
     return total
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 
 import nybble
-from nybble.errors import translate
+from nybble import _ops, autograd
 from nybble.quant_state import mode_code
 from nybble.quantize import dense_weight
 from nybble.streaming.modules import StreamedLinear4bit
@@ -58,19 +58,12 @@ class WeightOnCtx(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, tensors, uid, spec):
         ctx.weight = tensors, uid, spec
-        return _call(torch.ops.nybble.linear_4bit, x, *tensors, None, uid, *spec)
+        return autograd._launch(_ops.linear_4bit, x, *tensors, None, uid, *spec)
 
     @staticmethod
     def backward(ctx, grad_y):
         tensors, uid, spec = ctx.weight
-        return _call(torch.ops.nybble.linear_4bit_grad_input, grad_y, *tensors, uid, *spec), None, None, None
-
-
-def _call(op, *arguments):
-    try:
-        return op(*arguments)
-    except RuntimeError as error:
-        raise translate(error) from None
+        return autograd.launch_grad_input(grad_y, (*tensors, uid), spec, None), None, None, None
 
 
 class UnrepairedLinear4bit(StreamedLinear4bit):

@@ -1,0 +1,107 @@
+#!/usr/bin/env python3
+"""Can the gates fail? Every mutation of the product against every gate, on the CPU, at the smallest sizes.
+
+    python tests/python/gate/selftest.py [--only NAME,...]
+
+Prints a table mutation x gate of exit codes. A cell is right when it is exactly the predicted one, and the row without
+a mutation is green. Exit code 1 when a cell is not as predicted.
+"""
+
+import argparse
+import contextlib
+import io
+import pathlib
+import sys
+from unittest import mock
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from mutations import MUTATIONS
+
+from nybble.gate.aliasing import cells
+from nybble.gate.aliasing.gate import AliasingGate, run_on_one_thread
+from nybble.gate.aliasing.stacks import Sizes as StackSizes
+from nybble.gate.checks import run_checks
+from nybble.gate.determinism.gate import DeterminismGate
+from nybble.gate.determinism.gate import Sizes as DeterminismSizes
+from nybble.gate.memory.gate import MemoryGate
+from nybble.gate.memory.gate import Sizes as MemorySizes
+from nybble.gate.numerics.gate import NumericsGate
+from nybble.gate.numerics.gate import Sizes as NumericsSizes
+from nybble.gate.runner import one_thread, run_gate
+from nybble.gate.training.needs import missing
+from nybble.gate.training.store import Shape
+
+
+def aliasing():
+    with mock.patch.object(cells, "GROUPS", cells.GROUPS[:1]):
+        return run_on_one_thread(AliasingGate(slots=(2,), sizes=StackSizes(layers=4, tokens=4)))
+
+
+def numerics():
+    return run_checks(NumericsGate("cpu", NumericsSizes(((33, 65),), (1, 6), 6)))
+
+
+def determinism():
+    return run_checks(DeterminismGate("cpu", DeterminismSizes(((64, 128),), (1, 5), 3, 6, 12)))
+
+
+def memory():
+    gate = MemoryGate("cpu", MemorySizes(((2880, 8192, 1),), (3,), 64, 4))
+    gate.cells = [cell for cell in gate.cells if not cell.name.endswith("grad_input")]
+    return run_checks(gate)
+
+
+def equality():
+    from nybble.gate.equality.gate import EqualityGate
+
+    with one_thread():
+        gate = EqualityGate("cpu", Shape(64, 64, 3, 2, 1, 32), 4, (2,))
+        try:
+            gate.cells = gate.cells[:1]
+            return run_gate(gate, algorithms="warn")
+        finally:
+            gate.close()
+
+
+GATES = {"aliasing": aliasing, "numerics": numerics, "determinism": determinism, "memory": memory, "equality": equality}
+
+
+def verdict(gate) -> int:
+    """The exit code of a gate; a crash is no verdict, as on the command line."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return int(gate().verdict)
+    except Exception as error:
+        print(f"  {gate.__name__}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 3
+
+
+def rows(names):
+    """(mutation, {gate: (found, expected)}) one after the other."""
+    gates = {name: gate for name, gate in GATES.items() if name != "equality" or missing() is None}
+    for mutation in MUTATIONS:
+        if names is None or mutation.name in names:
+            with mutation.plant():
+                yield mutation, {name: (verdict(gate), mutation.expected.get(name, 0)) for name, gate in gates.items()}
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=lambda text: text.split(","), metavar="NAME,...")
+    options = parser.parse_args(arguments)
+    wrong = 0
+    print(f"{'mutation':<28}" + "".join(f"{name:<13}" for name in GATES))
+    for mutation, found in rows(options.only):
+        marks = {name: f"{got}" if got == want else f"{got} not {want}" for name, (got, want) in found.items()}
+        wrong += sum(got != want for got, want in found.values())
+        print(f"{mutation.name:<28}" + "".join(f"{marks.get(name, '-'):<13}" for name in GATES), flush=True)
+    print("0 ok, 1 product wrong, 2 a control did not fail, 3 no verdict, - not run")
+    print(
+        f"gate-selftest: {wrong} cells are not as predicted" if wrong else "gate-selftest: every cell is as predicted"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
