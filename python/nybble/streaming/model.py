@@ -14,7 +14,7 @@ from transformers.quantizers import AutoHfQuantizer
 from transformers.utils.quantization_config import QuantizationMethod
 
 from .._library import build_info
-from ..errors import UnsupportedError
+from ..errors import StaleWeightError, UnsupportedError
 from ..quant_state import QUANT_TYPE_CODES, nested_table, table
 from . import modules, native, sharing, skeleton
 from .store import CheckpointStore
@@ -37,6 +37,7 @@ class Streamed:
         device: torch.device,
         pin: bool | None,
         share,
+        check_bytes: bool,
         ring_options: dict,
     ):
         self.base = skeleton.base_model_of(model)
@@ -51,7 +52,7 @@ class Streamed:
         else:
             self._load_shared(store, sharing.of_group(share))
         self.pinned_bytes = self._pin(pin) if device.type == "cuda" and pin is not False else 0
-        self._make_ring(ring_options)
+        self._make_ring(check_bytes, ring_options)
 
     def _find(self, store: CheckpointStore) -> list[dict[str, torch.nn.Linear]]:
         """Per layer, the modules whose weight is 4-bit in the store, by their name in the store."""
@@ -153,13 +154,24 @@ class Streamed:
         )
         return pinned
 
-    def _make_ring(self, options: dict) -> None:
+    def _make_ring(self, check_bytes: bool, options: dict) -> None:
         _, _, self.layer_bytes = self.arena.size()
         self.slots = [torch.empty(self.layer_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.window)]
         self.ring = native.Ring(self.arena, self._owners, self.slots, **options)
         fetcher = Fetcher(self.ring, len(self.layers), self.window, self.device)
+        if check_bytes:
+            fetcher.check = self._check_bytes
         for visit in self.visits:
             visit.fetcher = fetcher
+
+    def _check_bytes(self, layer: int) -> None:
+        slot, where = self.slots[layer % self.window], self.layouts[layer][1]
+        try:
+            for weight in self.weights[layer]:
+                weight.require_bytes(slot, where[weight.name.removeprefix(self.layer_names[layer] + ".")])
+        except StaleWeightError:
+            self.ring.reset()  # the next visit fetches again
+            raise
 
     def bind(self, keep: Sequence[bool], compute_dtype: torch.dtype) -> None:
         """Swaps the classes. From here on the layers stream."""
@@ -260,6 +272,7 @@ def stream(
     activations: str | Sequence[str] = "recompute",
     pin: bool | None = None,
     share=None,
+    check_bytes: bool = False,
     **ring_options,
 ) -> torch.nn.Module:
     """A model whose decoder layers' 4-bit weights stay in host memory and pass through `window` slots on the device.
@@ -275,6 +288,8 @@ def stream(
     False: don't.
     share: a torch.distributed process group, or True for the default one, all of whose ranks make this call: those on
     one host keep one copy of the base in its memory.
+    check_bytes: compare a layer's slot with host memory at every visit, which waits for the device: for finding code
+    that writes to slots behind torch's back.
     ring_options: prefetch, and for tests poison, land_at_wait, delay_us, chunk_bytes, observer (see native.Ring).
 
     Gradients equal those of the resident model bit for bit; a read of another layer's weight is a StaleWeightError.
@@ -294,7 +309,7 @@ def stream(
         raise ValueError("the model is streamed already; call nybble.unstream(model) first")
     _require_4bit_adapters(base)
     keep = _policies(activations, len(base.base_model.layers))
-    streamed = Streamed(model, checkpoint, window, _device_of(model, device), pin, share, ring_options)
+    streamed = Streamed(model, checkpoint, window, _device_of(model, device), pin, share, check_bytes, ring_options)
     names = {weight.name for row in streamed.weights for weight in row}
     skeleton.fill_resident(base, checkpoint, streamed.device, names)
     streamed.bind(keep, config.bnb_4bit_compute_dtype)

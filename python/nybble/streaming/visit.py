@@ -8,6 +8,7 @@ that end only lets the next copy start earlier: nothing breaks when it never com
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 from torch._C import _current_graph_task_id
@@ -39,6 +40,7 @@ class Fetcher:
         self._streams: set[int] = set()  # that visits ran on, beside the one that the slots were allocated on
         if self._cuda_index is not None:
             self._streams.add(torch._C._cuda_getCurrentRawStream(self._cuda_index))
+        self.check: Callable[[int], None] | None = None  # of a layer's bytes, for finding who overwrites slots
         self._visitor: int | None = None  # the thread whose visit is running
         self._last = -1  # the layer of the last acquire that succeeded: surely in its slot
         self._open_backward = -1
@@ -75,6 +77,8 @@ class Fetcher:
     def acquire(self, layer: int, order: int) -> None:
         self._last = -1
         self.ring.acquire(layer, order, self._stream())
+        if self.check is not None:
+            self.check(layer)
         self._last = layer
 
     def refetch(self, layer: int) -> None:

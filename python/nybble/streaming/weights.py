@@ -104,6 +104,18 @@ class StreamedWeight:
         self._where = (arena_layer, first_part)
         self._resident: dict[str, torch.Tensor] | None = None
 
+    def require_bytes(self, slot: torch.Tensor, offsets: dict[str, int]) -> None:
+        """StaleWeightError unless the slot holds the arena's bytes. Waits for the device."""
+        layer, part = self._where
+        for index, (name, size) in enumerate(self.stored.parts().items()):
+            found = slot[offsets[name] : offsets[name] + size].cpu()
+            wrong = (found != self._arena.part(layer, part + index)).nonzero()
+            if len(wrong):
+                raise StaleWeightError(
+                    f"{self.name}: {len(wrong)} of {size} bytes of {name} in its slot are not those of the host arena, "
+                    f"the first at {wrong[0].item()}; something wrote to the slot, through .data or a raw pointer"
+                )
+
     def bind(self, module, slot: torch.Tensor, offsets: dict[str, int], tables: Tables) -> None:
         """Makes the parameter over the slot's bytes that `module` will own, and the multiply's arguments."""
         fields = {

@@ -342,6 +342,26 @@ def test_a_slot_written_to_through_a_tensor_is_an_error_and_then_exact_again(sto
         assert_equal(step(model), expected, at_least=4 * LAYERS)
 
 
+def test_a_slot_written_to_behind_torchs_back_is_found_by_the_byte_check(stores, expected):
+    """Without the check the step is silently wrong: the control."""
+    for check in (True, False):
+        model = checkpointed(with_adapters(streamed_model(stores(), check_bytes=check, **LATE)))
+        loss = loss_of(model, batches(1)[0])
+        model.get_base_model().model.layers[LAYERS - 1].mlp.up_proj.weight.data[3:5] ^= 0x11
+        if check:
+            with pytest.raises(nybble.StaleWeightError, match=r"layers\.4\.mlp\.up_proj: 2 of \d+ bytes of packed"):
+                loss.backward()
+            del loss
+        else:
+            loss.backward()
+            name, parameter = next(
+                (n, p) for n, p in model.named_parameters() if "layers.0.self_attn.q_proj.lora_A" in n
+            )
+            assert not torch.equal(parameter.grad, expected[name])
+            model._nybble_streamed.ring.reset()
+        assert_equal(step(model), expected, at_least=4 * LAYERS)
+
+
 def test_a_backward_that_never_comes_hurts_nobody(stores, expected):
     model = checkpointed(with_adapters(streamed_model(stores(), **LATE)))
     for _ in range(3):
