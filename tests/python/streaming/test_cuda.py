@@ -29,6 +29,7 @@ def expected(store):
 def test_steps_that_change_streams_are_exact(store, expected, options):
     model = checkpointed(with_adapters(streamed_model(store, **options)))
     side = torch.cuda.Stream()
+    torch.cuda.synchronize()  # the model was made on the default stream
     for stream in (side, torch.cuda.default_stream(), side):
         with torch.cuda.stream(stream):
             found = step(model)
