@@ -1,0 +1,59 @@
+"""The race gate on a tiny model: late copies break the unsafe arm and nothing else, and the threshold is shown."""
+
+import pytest
+
+from nybble.gate.__main__ import main
+from nybble.gate.training.needs import missing
+
+if missing() is not None:
+    pytest.skip(missing(), allow_module_level=True)
+
+from nybble.gate.race import command
+from nybble.gate.race.gate import Point, RaceGate
+from nybble.gate.runner import Verdict, one_thread, run_gate
+from nybble.gate.training.store import Shape
+
+SHAPE = Shape(64, 64, 3, 2, 1, 32)
+
+
+@pytest.fixture(scope="module")
+def gate():
+    with one_thread():
+        made = RaceGate("cpu", SHAPE, 4, (0.0, 8.0), repeats=1)
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def report(gate):
+    with one_thread():
+        return run_gate(gate, algorithms="warn")
+
+
+def test_late_copies_break_the_unsafe_arm_and_nothing_else(report, gate):
+    assert report.verdict == Verdict.OK
+    assert [r.arm for r in report.results if r.backward_wrong] == ["repair disabled"]
+    assert [claim.text for claim in report.claims if not claim.holds] == []
+
+
+def test_the_sweep_goes_from_prompt_to_late(report, gate):
+    assert [point.visits for point in gate.points] == [0.0, 8.0]
+    assert all(gate.points[-1].wrong_layers) and gate.points[-1].delay_us > gate.visit_us
+    assert gate.product_differences == [0, 0]
+
+
+def test_words_of_the_threshold(gate, monkeypatch):
+    def threshold(*counts):
+        points = [Point(float(i), 100 * i, wrong) for i, wrong in enumerate(counts)]
+        monkeypatch.setattr(gate, "points", points)
+        return gate.threshold()
+
+    assert threshold((0, 0), (0, 2), (2, 2)) == "right up to 0 visits, always wrong from 2"
+    assert "never right" in threshold((1, 0), (2, 2))
+    assert "never always wrong" in threshold((0, 0), (0, 1))
+
+
+def test_an_unrepaired_product_is_wrong(monkeypatch, capsys):
+    monkeypatch.setitem(command.SHAPES, ("cpu", False), (SHAPE, 4, (8.0,)))
+    assert main(["race", "--device", "cpu", "--sabotage", "unrepaired-product"]) == 1
+    assert "(exit 1, " in capsys.readouterr().out
