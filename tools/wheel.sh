@@ -13,6 +13,6 @@ begin=$SECONDS
   -C "cmake.define.NYBBLE_PYTHON=$python" . >build/wheel.log 2>&1 || { tail -40 build/wheel.log; exit 1; }
 echo "wheel: built in $((SECONDS - begin)) s for $targets"
 mkdir -p dist
-PATH=$PWD/.venv/bin:$PATH .venv/bin/auditwheel -q repair --only-plat --plat "$platform" --exclude libtorch.so --exclude libtorch_cpu.so \
-  -w dist build/dist/*.whl
+PATH=$PWD/.venv/bin:$PATH .venv/bin/auditwheel repair --only-plat --plat "$platform" --exclude libtorch.so --exclude libtorch_cpu.so \
+  -w dist build/dist/*.whl >>build/wheel.log 2>&1 || { tail -20 build/wheel.log; exit 1; }
 "$python" tools/check_wheel.py dist/*"$platform".whl

@@ -12,16 +12,15 @@ uv="$PWD/.venv/bin/python -m uv"
 root=$PWD
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+grep -vE '^(torch|triton|nvidia-|cuda-)' requirements/dev.txt >"$work/others.txt"
 for version in ${TORCH_VERSIONS:-2.10.0 2.11.0 newest}; do
   begin=$SECONDS
   environment=$work/torch-$version
   torch=torch==$version
   [ "$version" = newest ] && torch=torch
   $uv venv -q "$environment"
-  VIRTUAL_ENV=$environment $uv pip install -q ${TORCH_INDEX:+--index "$TORCH_INDEX"} "$torch" bitsandbytes transformers peft accelerate pytest pytest-timeout \
-    hypothesis numpy
-  VIRTUAL_ENV=$environment $uv pip list 2>/dev/null | grep -iv nybble | sort >"$work/before"
-  VIRTUAL_ENV=$environment $uv pip install -q --no-deps "$wheel"
+  $uv pip install --python "$environment/bin/python" -q ${TORCH_INDEX:+--index "$TORCH_INDEX"} "$torch" -r "$work/others.txt"
+  $uv pip install --python "$environment/bin/python" -q --no-deps "$wheel"
   cp -r tests "$work/tests"
   (
     cd "$work" # not the checkout: the installed package must be what is imported
@@ -33,7 +32,7 @@ for version in ${TORCH_VERSIONS:-2.10.0 2.11.0 newest}; do
       --ignore=tests/python/benchmarks -k "not slow"
     "$python" -m nybble.gate aliasing
   )
-  VIRTUAL_ENV=$environment $uv pip uninstall -q nybble
+  $uv pip uninstall -q --python "$environment/bin/python" nybble
   left=$(find "$environment" -iname '*nybble*' | head)
   [ -z "$left" ] || { echo "wheel-test: left behind: $left" >&2; exit 1; }
   echo "wheel-test: torch $("$environment/bin/python" -c 'import torch; print(torch.__version__)'): ok in $((SECONDS - begin)) s"
