@@ -11,7 +11,7 @@ begin=$SECONDS
 "$python" -m uv build --wheel --no-build-isolation --python "$python" -o build/dist \
   -C "cmake.define.NYBBLE_CUDA_TARGETS=$targets" -C "cmake.define.NYBBLE_CUDA=${NYBBLE_CUDA:-AUTO}" \
   -C "cmake.define.NYBBLE_PYTHON=$python" . >build/wheel.log 2>&1 || { tail -40 build/wheel.log; exit 1; }
-echo "wheel: built in $((SECONDS - begin)) s for $targets"
+echo "wheel: built in $((SECONDS - begin)) s; $(grep -o 'Nybble: .*CUDA.*' build/wheel.log | head -1)"
 mkdir -p dist
 PATH=$PWD/.venv/bin:$PATH .venv/bin/auditwheel repair --only-plat --plat "$platform" --exclude libtorch.so --exclude libtorch_cpu.so \
   -w dist build/dist/*.whl >>build/wheel.log 2>&1 || { tail -20 build/wheel.log; exit 1; }
