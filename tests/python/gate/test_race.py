@@ -54,6 +54,6 @@ def test_words_of_the_threshold(gate, monkeypatch):
 
 
 def test_an_unrepaired_product_is_wrong(monkeypatch, capsys):
-    monkeypatch.setitem(command.SHAPES, ("cpu", False), (SHAPE, 4, (8.0,)))
+    monkeypatch.setitem(command.SHAPES, ("cpu", False), (SHAPE, 4, (0.0,)))
     assert main(["race", "--device", "cpu", "--sabotage", "unrepaired-product"]) == 1
     assert "(exit 1, " in capsys.readouterr().out
