@@ -21,7 +21,7 @@ for version in ${TORCH_VERSIONS:-2.10.0 2.11.0 newest}; do
   $uv venv -q "$environment"
   $uv pip install --python "$environment/bin/python" -q ${TORCH_INDEX:+--index "$TORCH_INDEX"} "$torch" -r "$work/others.txt"
   $uv pip install --python "$environment/bin/python" -q --no-deps "$wheel"
-  cp -r tests "$work/tests"
+  cp -r tests docs benchmarks "$work/" # some tests read pages and scripts
   (
     cd "$work" # not the checkout: the installed package must be what is imported
     export OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 NYBBLE_COMMAND=$environment/bin/nybble
@@ -36,5 +36,5 @@ for version in ${TORCH_VERSIONS:-2.10.0 2.11.0 newest}; do
   left=$(find "$environment" -iname '*nybble*' | head)
   [ -z "$left" ] || { echo "wheel-test: left behind: $left" >&2; exit 1; }
   echo "wheel-test: torch $("$environment/bin/python" -c 'import torch; print(torch.__version__)'): ok in $((SECONDS - begin)) s"
-  rm -rf "$environment" "$work/tests"
+  rm -rf "$environment" "$work"/{tests,docs,benchmarks}
 done
