@@ -2,6 +2,7 @@
 
 MIB = 1 << 20
 COLUMNS = (
+    "rounds",
     "host_ms",
     "step_ms",
     "tok_s",
@@ -81,7 +82,9 @@ def faults_of(case: dict) -> list[str]:
         where = f"{row['arm']} at {row['tokens']} tokens"
         if "step_ms" not in row or row["garbage"]:
             continue
-        if not row["gradient_norm"] > 0 or row["loss_first"] == row["loss_last"]:
+        if len(row["rounds_ms"]) < 3:
+            found.append(f"no verdict on {where}: {len(row['rounds_ms'])} rounds")
+        elif not row["gradient_norm"] > 0 or row["loss_first"] == row["loss_last"]:
             found.append(f"{where} did not train: gradient norm {row['gradient_norm']}, loss {row['loss_last']}")
         paths = set(row["paths"])
         expected = {"streamed_dequant": {"dequant"}, "resident_bnb": set()}.get(row["arm"])
@@ -92,6 +95,8 @@ def faults_of(case: dict) -> list[str]:
 
 def cell_text(row: dict, column: str) -> str:
     value = row.get(column)
+    if column == "rounds":
+        return str(len(row.get("rounds_ms", [])))
     if value is None:
         return "out of memory" if row.get("out_of_memory") and column == "step_ms" else "-"
     text = format(value, FORMATS.get(column, ".0f"))
@@ -108,8 +113,9 @@ def markdown(record: dict) -> str:
     ]
     for case in record["cases"]:
         lines += ["", *case_lines(case)]
-    closing = "`!`: rounds spread over 5%, no verdict. Garbage arms compute nonsense: only their time is meant."
-    return "\n".join([*lines, "", closing]) + "\n"
+    closing = [f"* Fault: {text}." for text in faults(record)]
+    closing.append("\n`!`: rounds spread over 5%, no verdict. Garbage arms compute nonsense: only their time is meant.")
+    return "\n".join([*lines, "", *closing]) + "\n"
 
 
 def case_lines(case: dict) -> list[str]:

@@ -21,6 +21,7 @@ def row(arm: str, tokens: int) -> dict:
         garbage=False,
         step_ms=100.0,
         host_ms=50.0,
+        rounds_ms=[99.0, 100.0, 101.0],
         tok_s=10.0 * tokens,
         ratio_resident=0.99,
         ratio_link=0.5 if arm.startswith("streamed") else None,
@@ -55,7 +56,7 @@ def test_a_sound_record_has_no_fault_and_says_what_it_found():
     record = sound()
     assert report.faults(record) == []
     text = report.markdown(record)
-    assert "| 512 | streamed | 50.0 | 100.0 | 5120 | 0.990 | 0.500 | 1725 | 6000 | 0.020 | 1980 |" in text
+    assert "| 512 | streamed | 3 | 50.0 | 100.0 | 5120 | 0.990 | 0.500 | 1725 | 6000 | 0.020 | 1980 |" in text
     assert "resident - base + slots 1700 MiB (+25); the dequantise arm +110 MiB (+1.00 layers)" in text
     assert "0.980 of the link" in text and "!" not in text.split("`!`")[0]
 
@@ -68,6 +69,7 @@ SPOILT = {
     "a loss that stays": (lambda c: c["rows"][0].update(loss_last=9.5), "did not train"),
     "no gradient": (lambda c: c["rows"][0].update(gradient_norm=0.0), "did not train"),
     "NaN": (lambda c: c["rows"][0].update(gradient_norm=float("nan")), "did not train"),
+    "one round": (lambda c: c["rows"][0].update(rounds_ms=[100.0]), "no verdict on streamed at 512 tokens: 1 rounds"),
     "a silent dequant": (lambda c: c["rows"][0].update(paths={"dequant": {}}), "took the paths ['dequant']"),
     "a fused dequant arm": (lambda c: c["rows"][1].update(paths={"hopper": {}}), "took the paths ['hopper']"),
     "ours inside bitsandbytes": (lambda c: c["rows"][3].update(paths={"hopper": {}}), "resident_bnb at 512"),

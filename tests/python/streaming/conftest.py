@@ -1,5 +1,6 @@
 """The stores of the tiny models, made once a session."""
 
+import gc
 import pathlib
 import sys
 
@@ -23,6 +24,17 @@ def one_thread():
     yield
     torch.set_num_threads(before[0])
     lib.nybble_set_num_threads(before[1])
+
+
+@pytest.fixture(autouse=True)
+def no_hooks_left():
+    """A failed checkpointed forward keeps its saved-tensor hooks on until its traceback is collected; the next test
+    would run under them.
+    """
+    yield
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        gc.collect()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 @pytest.fixture(scope="session", params=["cpu", "cuda"])

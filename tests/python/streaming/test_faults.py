@@ -2,6 +2,7 @@
 
 import _thread
 import concurrent.futures
+import gc
 import pathlib
 import signal
 import sys
@@ -254,6 +255,18 @@ class LineInterrupt:
             return outcome(lambda: step(model))
         finally:
             sys.settrace(before)
+            drop_hooks()
+
+
+def drop_hooks() -> None:
+    """Saved-tensor hooks that an interruption left on: a failed checkpoint's go with its traceback, those of a `with`
+    whose exit it hit stay.
+    """
+    left = torch._C._autograd._top_saved_tensors_default_hooks
+    if left(True) is not None:
+        gc.collect()
+    while left(True) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep"])
