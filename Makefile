@@ -15,6 +15,7 @@ ifdef NYBBLE_PYTHON
   DEMO_SETUP := true
 else
   PYTHON := .venv/bin/python
+  PYTEST_WORKERS ?= -n $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
   NYBBLE_BUILD_DIR := build/dev
   SETUP := NYBBLE_CUDA=$(CUDA) tools/setup.sh core python
   DEMO_SETUP := tools/setup.sh demo
@@ -26,7 +27,7 @@ endif
 RUN := PYTHONPATH=python NYBBLE_BUILD_DIR=$(abspath $(NYBBLE_BUILD_DIR)) HF_HUB_OFFLINE=1 $(PYTHON)
 # Waiting OpenMP threads sleep instead of spinning: on a busy machine of 2 cores torch's small ops are 20 times faster.
 QUIET_RUN := OMP_WAIT_POLICY=PASSIVE $(RUN)
-PYTEST := $(QUIET_RUN) -m pytest -q --timeout=600
+PYTEST := $(QUIET_RUN) -m pytest -q --timeout=600 $(PYTEST_WORKERS)
 
 setup:
 	@$(SETUP)
