@@ -28,7 +28,7 @@ for version in ${TORCH_VERSIONS:-2.10.0 2.11.0 newest}; do
     python=$environment/bin/python
     "$python" "$root/tools/check_import.py"
     "$environment/bin/nybble" doctor
-    "$python" -m pytest -q --timeout=600 -p no:cacheprovider tests/python --ignore=tests/python/cli --ignore=tests/python/demo \
+    "$python" -m pytest -q -n 2 --timeout=600 -p no:cacheprovider tests/python --ignore=tests/python/cli --ignore=tests/python/demo \
       --ignore=tests/python/benchmarks -k "not slow"
     "$python" -m nybble.gate aliasing
   )
