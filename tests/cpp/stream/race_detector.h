@@ -25,15 +25,19 @@ class RaceDetector {
 
   void record(const void* event, const void* stream) { events_[event] = streams_[stream]; }
   void wait(const void* stream, const void* event) {
-    waits_++;
-    if (waits_ == skipped_wait_) return;
+    if (++waits_ == first_skipped_) skipped_stream_ = stream;
+    if (waits_ >= first_skipped_ && stream == skipped_stream_ && to_skip_ > 0) {
+      to_skip_--;
+      return;
+    }
     for (const auto& [other, at] : events_[event]) streams_[stream][other] = std::max(streams_[stream][other], at);
   }
   void read(const void* buffer, const void* stream) { touch(buffer, stream, "read", false); }
   void write(const void* buffer, const void* stream) { touch(buffer, stream, "write", true); }
 
   int waits() const { return waits_; }
-  void skip_wait(int which) { skipped_wait_ = which; }  // 1-based: a control
+  // A control: leaves out wait `which` (1-based) and the next count - 1 waits of the same stream.
+  void skip_waits(int which, int count) { first_skipped_ = which, to_skip_ = count; }
   const std::vector<std::string>& races() const { return races_; }
 
  private:
@@ -62,7 +66,9 @@ class RaceDetector {
   std::map<const void*, Access> writes_;
   std::vector<std::string> races_;
   int waits_ = 0;
-  int skipped_wait_ = 0;
+  int first_skipped_ = 1 << 30;
+  int to_skip_ = 0;
+  const void* skipped_stream_ = nullptr;
 };
 
 // What an engine made on the fake runtime, seen from outside; outlives the engine.
