@@ -9,7 +9,6 @@ import nybble
 
 from .models import (
     FAMILIES,
-    GPU_TOLERANCE,
     LINEARS,
     TOLERANCE,
     assert_same,
@@ -84,9 +83,15 @@ def dense_forward(self, x):
     return F.linear(x.to(self.compute_dtype), weight, bias).to(x.dtype)
 
 
-def with_dense_weights(model):
+def reversed_forward(self, x):
+    """The same, summed in reverse: over K forward, over N in backward. Without bias."""
+    weight = nybble.dequantize_4bit(self.weight, self.weight.quant_state).to(self.compute_dtype)
+    return F.linear(x.to(self.compute_dtype).flip(-1), weight.flip(0, 1)).flip(-1).to(x.dtype)
+
+
+def with_dense_weights(model, forward=dense_forward):
     for module in linears(model).values():
-        module.__class__ = type("Dense", (type(module),), {"forward": dense_forward})
+        module.__class__ = type("Dense", (type(module),), {"forward": forward})
     return model
 
 
@@ -119,15 +124,28 @@ def test_dequant_mode_equals_a_dense_multiply_on_every_device(dense, device):
     assert worst_difference(step(patched, batch(device=device)), expected) > 1e-2
 
 
-def test_auto_mode_agrees_with_bitsandbytes_and_with_a_dense_multiply_on_every_device(dense, device):
-    tolerance = TOLERANCE[BF16] if device.type == "cpu" else GPU_TOLERANCE
+def test_auto_mode_is_as_near_to_a_dense_multiply_as_another_order_of_its_sums(dense, device):
+    """Roundings grow from layer to layer, by how much depends on the device: measured as the dense multiply in reverse.
+    On a CPU, where few sums round otherwise, the stated tolerance is the larger of the two.
+    """
+    ids = [batch(seed, device) for seed in (1, 2, 3)]
+
+    def steps(model):
+        return [step(model, each) for each in ids]
+
+    def worst(found, expected):
+        return max(worst_difference(*pair) for pair in zip(found, expected, strict=True))
+
+    reference = steps(with_dense_weights(qlora(dense(), device=device)))
+    noise = worst(steps(with_dense_weights(qlora(dense(), device=device), reversed_forward)), reference)
+    allowed = max(TOLERANCE[BF16], 2 * noise)
+    assert 0 < noise < 0.15
     model = qlora(dense(), mode="auto", device=device)
-    found = step(model, batch(device=device))
-    reference = step(with_dense_weights(qlora(dense(), device=device)), batch(device=device))
-    assert worst_difference(found, step(qlora(dense(), device=device), batch(device=device))) <= tolerance
-    assert worst_difference(found, reference) <= tolerance
+    found = steps(model)
+    assert worst(found, reference) <= allowed
+    assert worst(found, steps(qlora(dense(), device=device))) <= allowed
     spoil(model)
-    assert worst_difference(step(model, batch(device=device)), reference) > 3 * tolerance
+    assert worst(steps(model), reference) > 3 * allowed
 
 
 def test_evaluation_and_generation_equal_bitsandbytes(dense):
