@@ -29,11 +29,11 @@ import time
 
 import stream_report as report
 import torch
-from gpu_samples import GpuSamples
 from stream_arms import GARBAGE, RESIDENT, STREAMED, Resident, Streamed, with_adapters
 from stream_store import SHAPES, write_store
 
 import nybble
+from nybble.gate.training.telemetry import Samples
 from nybble.streaming import native
 
 MIB = 1 << 20
@@ -42,7 +42,7 @@ MIB = 1 << 20
 class Case:
     """One shape and set of adapters."""
 
-    def __init__(self, options, text: str, start: float, samples: GpuSamples):
+    def __init__(self, options, text: str, start: float, samples: Samples):
         self.options, self.start, self.samples = options, start, samples
         self.shape, self.targets, lengths = text.split(":")
         self.lengths = [int(length) for length in lengths.split(",")]
@@ -357,7 +357,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    start, samples = time.time(), GpuSamples()
+    start, samples = time.time(), Samples()
     record = {"machine": machine(options), "cases": []}
     options.out.mkdir(parents=True, exist_ok=True)
 

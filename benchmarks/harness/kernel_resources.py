@@ -150,20 +150,20 @@ def markdown(rows, targets, title):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="*")
-    parser.add_argument("--library", type=pathlib.Path, nargs="+", help="read built libraries or objects instead")
+    parser.add_argument("--library", dest="built", type=pathlib.Path, nargs="+", help="read built objects instead")
     parser.add_argument("--targets", nargs="+")
     parser.add_argument("--nvcc", default="nvcc")
     parser.add_argument("--cuobjdump", default="cuobjdump")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--markdown", type=pathlib.Path)
     arguments = parser.parse_args()
-    if bool(arguments.sources) == bool(arguments.library):
+    if bool(arguments.sources) == bool(arguments.built):
         parser.error("give sources, or --library")
     rows, empty = [], []
-    targets = arguments.targets or ["80", "86", "89", "90", *(["90a", "100"] if arguments.library else []), "120"]
+    targets = arguments.targets or ["80", "86", "89", "90", *(["90a", "100"] if arguments.built else []), "120"]
     for target in targets:
         found = []
-        for library in arguments.library or []:
+        for library in arguments.built or []:
             found += from_library(arguments, library, target)
         for source in arguments.sources:
             found += from_source(arguments, source, target)

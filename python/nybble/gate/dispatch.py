@@ -78,3 +78,14 @@ def boundaries(plan_at: Callable[[int], Plan], largest: int) -> list[int]:
 def both_sides(found: Sequence[int], extra: Sequence[int], largest: int) -> list[int]:
     """M on both sides of every boundary, and the extra ones, ascending."""
     return sorted({m for low in found for m in (low, low + 1)} | {m for m in extra if m <= largest})
+
+
+def largest_that_fits(device: torch.device, n: int, k: int, wanted: int, left_out: dict[str, str]) -> int:
+    """The largest M, at most `wanted`, whose operands fit a quarter of the free memory; `left_out` learns of a cut."""
+    if device.type != "cuda":
+        return wanted
+    free, _ = torch.cuda.mem_get_info()
+    fits = int(free / 4 / (8 * (n + k)))
+    if fits < wanted:
+        left_out[f"{n}x{k}, M above {fits}"] = f"{free >> 20} MiB are free"
+    return min(wanted, fits)

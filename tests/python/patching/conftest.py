@@ -1,21 +1,16 @@
 """Dense checkpoints of the tiny models, made once a session, and one thread: the models are tiny."""
 
 import pytest
-import torch
 
-from nybble._library import lib
+from nybble.gate.runner import one_thread
 
 from .models import write_dense
 
 
 @pytest.fixture(scope="package", autouse=True)
-def one_thread():
-    before = torch.get_num_threads(), lib.nybble_num_threads()
-    torch.set_num_threads(1)
-    lib.nybble_set_num_threads(1)
-    yield
-    torch.set_num_threads(before[0])
-    lib.nybble_set_num_threads(before[1])
+def tiny_models_on_one_thread():
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -12,18 +12,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from tiny_models import Store, write_store
 
 import nybble
-from nybble._library import lib
+from nybble.gate.runner import one_thread
 
 
 @pytest.fixture(scope="package", autouse=True)
-def one_thread():
-    """The models are tiny: threads only wait for each other."""
-    before = torch.get_num_threads(), lib.nybble_num_threads()
-    torch.set_num_threads(1)
-    lib.nybble_set_num_threads(1)
-    yield
-    torch.set_num_threads(before[0])
-    lib.nybble_set_num_threads(before[1])
+def tiny_models_on_one_thread():
+    with one_thread():
+        yield
 
 
 @pytest.fixture(autouse=True)

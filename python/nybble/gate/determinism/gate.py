@@ -10,7 +10,7 @@ import torch
 from nybble.gate.checks import Check, CheckArm, CheckGate, Judged
 from nybble.gate.determinism import arms
 from nybble.gate.determinism.arms import ALONE, REPEATS, Act
-from nybble.gate.dispatch import both_sides, boundaries, plan_of
+from nybble.gate.dispatch import both_sides, boundaries, largest_that_fits, plan_of
 from nybble.gate.multiply import FORWARD, GRAD_INPUT, Weight, random_operand, random_weight
 from nybble.gate.numerics.gate import thinned
 from nybble.gate.runner import Report, Role
@@ -63,21 +63,12 @@ class DeterminismGate(CheckGate):
         self.cells = [self._cell(n, k, way) for n, k in sizes.shapes for way in (FORWARD, GRAD_INPUT)]
 
     def _cell(self, n: int, k: int, direction: str) -> Cell:
-        largest = self._largest(n, k)
+        largest = largest_that_fits(self.device, n, k, self.sizes.largest, self.left_out)
         weight = self._weight(n, k)
         found = boundaries(lambda m: plan_of(weight, m, direction), largest)
         found = thinned(found, self.sizes.boundary_count)
         powers = [1 << bit for bit in range(largest.bit_length())]
         return Cell(n, k, direction, tuple(both_sides(found, [*powers, largest], largest)))
-
-    def _largest(self, n: int, k: int) -> int:
-        if self.device.type != "cuda":
-            return self.sizes.largest
-        free, _ = torch.cuda.mem_get_info()
-        fits = int(free / 4 / (8 * (n + k)))
-        if fits < self.sizes.largest:
-            self.left_out[f"{n}x{k}, rows above {fits}"] = f"{free >> 20} MiB are free"
-        return min(self.sizes.largest, fits)
 
     def _weight(self, n: int, k: int) -> Weight:
         if (n, k) not in self._weights:

@@ -9,7 +9,7 @@ import torch
 
 import nybble
 from nybble.gate.checks import Check, CheckArm, CheckGate, Judged
-from nybble.gate.dispatch import Plan, both_sides, boundaries, plan_of
+from nybble.gate.dispatch import Plan, both_sides, boundaries, largest_that_fits, plan_of
 from nybble.gate.multiply import (
     FORWARD,
     GRAD_INPUT,
@@ -96,7 +96,7 @@ class NumericsGate(CheckGate):
             def plan_at(m: int, weight=weight, direction=direction) -> Plan:
                 return plan_of(weight, m, direction)
 
-            largest = self._largest(n, k)
+            largest = largest_that_fits(self.device, n, k, self.sizes.largest, self.left_out)
             found = boundaries(plan_at, largest)
             self.boundaries[f"{n}x{k} {direction}"] = found
             kept = thinned(found, self.sizes.boundary_count)
@@ -105,16 +105,6 @@ class NumericsGate(CheckGate):
             for m in both_sides(kept, self.sizes.tokens, largest):
                 cells += [Cell(n, k, m, seed, direction, plan_at(m)) for seed in range(self.sizes.seeds)]
         return cells
-
-    def _largest(self, n: int, k: int) -> int:
-        """The largest M whose operands fit a quarter of the free memory."""
-        if self.device.type != "cuda":
-            return self.sizes.largest
-        free, _ = torch.cuda.mem_get_info()
-        fits = int(free / 4 / (8 * (n + k)))
-        if fits < self.sizes.largest:
-            self.left_out[f"{n}x{k}, M above {fits}"] = f"{free >> 20} MiB are free"
-        return min(self.sizes.largest, fits)
 
     def _weight(self, n: int, k: int, seed: int) -> Weight:
         """The last weight that was asked for is kept: cells of one shape follow each other."""

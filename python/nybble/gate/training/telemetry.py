@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-FIELDS = {"sm_clock_mhz": "clocks.sm", "power_w": "power.draw", "memory_controller_percent": "utilization.memory"}
+FIELDS = {"clock_mhz": "clocks.sm", "power_w": "power.draw", "memory_controller_percent": "utilization.memory"}
 
 
 class Samples:

@@ -72,7 +72,7 @@ def table(report: Report) -> list[str]:
     for row in (r for r in report.results if isinstance(r, Row) and r.values):
         v = row.values
         peak = f"{v['peak_bytes'] >> 20}" if "peak_bytes" in v else "-"
-        state = [v.get(key) for key in ("sm_clock_mhz", "power_w", "memory_controller_percent")]
+        state = [v.get(key) for key in ("clock_mhz", "power_w", "memory_controller_percent")]
         clock, power, memory = ("-" if value is None else f"{value:.0f}" for value in state)
         lines.append(
             f"{row.cell:<12} {row.arm:<26} {v['step_ms']:>9.3f} {v['tokens_per_second']:>9.0f} {v['spread']:>7.1%} "
