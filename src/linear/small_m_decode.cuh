@@ -11,18 +11,6 @@ __device__ __forceinline__ float2 load_shared_f32x2(uint32_t address) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
   return v;
 }
-template <int BYTES>
-__device__ __forceinline__ uint32_t load_shared_bytes(uint32_t address) {
-  uint32_t v;
-  if constexpr (BYTES == 4) {
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
-  } else if constexpr (BYTES == 2) {
-    asm volatile("ld.shared.u16 %0, [%1];" : "=r"(v) : "r"(address));
-  } else {
-    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
-  }
-  return v;
-}
 __device__ __forceinline__ void store_shared_float4(uint32_t address, const float4& v) {
   store_shared_u128(address, __float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w));
 }
@@ -47,9 +35,10 @@ __device__ __forceinline__ void fill_byte_table(uint32_t table, const float (&va
 }
 
 // The values of byte I of a word. lane_table: table | lane << 3; one PRMT makes the address table | byte << 8 | lane << 3.
-template <int I>
-__device__ __forceinline__ float2 look_up(uint32_t word, uint32_t lane_table) {
-  const uint32_t address = permute_bytes(word, lane_table, 0x7604 | I << 4);
+// selector: byte_selector(I).
+__device__ __forceinline__ constexpr uint32_t byte_selector(int i) { return 0x7604u | static_cast<uint32_t>(i) << 4; }
+__device__ __forceinline__ float2 look_up(uint32_t word, uint32_t lane_table, uint32_t selector) {
+  const uint32_t address = permute_bytes(word, lane_table, selector);
   float2 v;
   asm("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));  // not volatile: the table does not change
   return v;
@@ -58,7 +47,7 @@ __device__ __forceinline__ float2 look_up(uint32_t word, uint32_t lane_table) {
 // Two weights of one row.
 template <typename T, int I>
 __device__ __forceinline__ uint32_t decode_byte(uint32_t word, uint32_t lane_table, float scale) {
-  const float2 v = look_up<I>(word, lane_table);
+  const float2 v = look_up(word, lane_table, byte_selector(I));
   return pack_pair<T>(multiply_flushed(v.x, scale), multiply_flushed(v.y, scale));
 }
 

@@ -4,6 +4,7 @@
 // its rows [64 PARTS share, + 64 PARTS).
 #pragma once
 
+#include "device/mma.cuh"
 #include "linear/small_m_decode.cuh"
 
 namespace nybble::small_m {
@@ -36,11 +37,23 @@ struct GradConsumer {
         share((warp_ >> 2) / COLUMNS),
         lane_table(smem.table | lane_ << 3) {}
 
-  // Byte I of four rows of W -> one A fragment. upper: scales of the first two rows, lower: of the other two.
-  template <int I>
-  __device__ __forceinline__ void decode(const uint32_t (&words)[4], const float2& upper, const float2& lower, uint32_t (&a)[4]) const {
-    const float2 v0 = look_up<I>(words[0], lane_table), v1 = look_up<I>(words[1], lane_table);
-    const float2 v2 = look_up<I>(words[2], lane_table), v3 = look_up<I>(words[3], lane_table);
+  // What a thread decodes in one k16 step: BYTES packed bytes of four rows. Four bytes: a word a row. Fewer: a word holds two bytes of two
+  // rows, as ldmatrix transposes them, and a thread of one byte takes that of its warp's parity.
+  static constexpr int WORDS = BYTES == 4 ? 4 : 2;
+
+  // Byte B of four rows of W -> one A fragment. upper: scales of the first two rows, lower: of the other two.
+  template <int B>
+  __device__ __forceinline__ void decode(const uint32_t (&w)[WORDS], const float2& upper, const float2& lower, uint32_t (&a)[4]) const {
+    float2 v0, v1, v2, v3;
+    if constexpr (BYTES == 4) {
+      constexpr uint32_t kSelector = byte_selector(B);
+      v0 = look_up(w[0], lane_table, kSelector), v1 = look_up(w[1], lane_table, kSelector);
+      v2 = look_up(w[2], lane_table, kSelector), v3 = look_up(w[3], lane_table, kSelector);
+    } else {
+      const uint32_t even = byte_selector(BYTES == 2 ? B : warp & 1), odd = even + 0x20;
+      v0 = look_up(w[0], lane_table, even), v1 = look_up(w[0], lane_table, odd);
+      v2 = look_up(w[1], lane_table, even), v3 = look_up(w[1], lane_table, odd);
+    }
     a[0] = pack_pair<T>(multiply_flushed(v0.x, upper.x), multiply_flushed(v1.x, upper.y));
     a[1] = pack_pair<T>(multiply_flushed(v0.y, upper.x), multiply_flushed(v1.y, upper.y));
     a[2] = pack_pair<T>(multiply_flushed(v2.x, lower.x), multiply_flushed(v3.x, lower.y));
@@ -96,9 +109,12 @@ struct GradConsumer {
 
   // Units [first, end).
   __device__ __forceinline__ void run(int cta, int first, int end) const {
-    const uint32_t t = lane & 3, column = part * 32 * BYTES + (warp & 3) * 8 * BYTES + (lane >> 2) * BYTES;  // packed byte of the unit
+    const uint32_t t = lane & 3, warp_column = part * 32 * BYTES + (warp & 3) * 8 * BYTES;  // packed byte of the unit
+    const uint32_t column = warp_column + (lane >> 2) * BYTES;
     const uint32_t even = 2 * t * 128 + (((column >> 4) ^ (2 * t)) << 4) + (column & 15);
     const uint32_t odd = (2 * t + 1) * 128 + (((column >> 4) ^ (2 * t + 1)) << 4) + (column & 15);
+    const uint32_t matrices = lane * 128 + (((warp_column >> 4) ^ (lane & 7)) << 4);  // row `lane` of two k16 steps
+    uint32_t transposed[4];
     const int block = part * BYTES + ((warp & 3) * BYTES >> 2), first_row = share * PARTS * 64;
     const uint32_t own_scales = s.warp_scales(warp);
     Sums sum;
@@ -136,8 +152,14 @@ struct GradConsumer {
             read_scales(next.slot, step + 1 == p.work.units ? tile + 1 : tile);
           }
           const uint32_t from = packed + rows * 8192 + q * 2048, scale_at = own_scales + (rows * 64 + q * 16 + 2 * t) * 4;
-          const uint32_t words[4] = {load_shared_bytes<BYTES>(from + even), load_shared_bytes<BYTES>(from + odd),
-                                     load_shared_bytes<BYTES>(from + 1024 + even), load_shared_bytes<BYTES>(from + 1024 + odd)};
+          uint32_t words[WORDS];
+          if constexpr (BYTES == 4) {
+            words[0] = load_shared_u32(from + even), words[1] = load_shared_u32(from + odd);
+            words[2] = load_shared_u32(from + 1024 + even), words[3] = load_shared_u32(from + 1024 + odd);
+          } else {
+            if (q % 2 == 0) load_matrices_transposed(transposed, from + matrices);
+            words[0] = transposed[q % 2 * 2], words[1] = transposed[q % 2 * 2 + 1];
+          }
           const float2 upper = load_shared_f32x2(scale_at), lower = load_shared_f32x2(scale_at + 32);
           const auto tile_step = [&]<int B>() {
             const int i = q * BYTES + B;  // wgmma of this part, issued in pairs

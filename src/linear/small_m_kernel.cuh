@@ -17,8 +17,10 @@
 // blocks and x is permuted to match. grad_x: the two nibbles of a byte are rows g and g + 8 of the m64 tile, each byte of a word its own
 // tile.
 //
-// Order between launches: a kernel reads what earlier kernels wrote, and writes anything, only after they are complete: either it waits
-// itself, or the call's first kernel has waited before it let this one start (Params::earlier_complete).
+// Order between launches: activations are read, and anything is written, only after all earlier kernels are complete: either the kernel
+// waits itself, or the call's first kernel (zero_counters) has waited before it let this one start. permute_rows lets it start at once, so
+// that it reads the weight meanwhile: only kernels of the multiply let others start early, and they write outputs and workspace; every
+// other kernel is complete before the first multiply behind it starts.
 //
 // What bounds it on an H200: decoding, not memory. Per unit and SM at 8 tokens about 3000 clocks forward (ALU and shared memory carry 2100
 // each) and 3450 for grad_x (shared memory); reading 32 KB from DRAM takes about 2000.
@@ -51,6 +53,7 @@ struct Layout {
   static constexpr bool FORWARD = DIRECTION == Direction::kForward;
   // grad_x: packed bytes of a row that a thread decodes, and warpgroups that share the reduction: few accumulators allow 4 m64 tiles.
   static constexpr int BYTES = GROUPS <= 4 ? 4 : GROUPS == 8 ? 2 : 1;
+  static constexpr int TOGETHER = BYTES == 1 ? 2 : BYTES;  // side by side in memory: two warps of one byte share words of two
   static constexpr int STAGES = GROUPS == 16 ? 2 : 3;
   // Slots of 64 of the reduction, in final order; else of 256, put in order here.
   static constexpr bool PERMUTE_HERE = FORWARD && GROUPS < 8, PERMUTED_BEFORE = FORWARD && !PERMUTE_HERE;
@@ -78,7 +81,8 @@ struct Layout {
   static constexpr uint32_t LOW_BYTES = SMALL + (SMALL_HIGH ? 0 : SMALL_BYTES);
   static constexpr uint32_t HIGH_BYTES = STAGES * kPackedBytes + (SMALL_HIGH ? SMALL_BYTES : 0);
   static_assert(LOW_BYTES <= kTableBytes - 1024, "dynamic shared memory starts at 1 KB, the table at 64 KB");
-  static_assert(2 * kTableBytes - 1024 + HIGH_BYTES <= kSharedBytes, "shared memory of a CTA");
+  static constexpr uint32_t SHARED_BYTES = 2 * kTableBytes - 1024 + HIGH_BYTES;
+  static_assert(SHARED_BYTES <= kSharedBytes, "shared memory of a CTA");
 };
 
 struct Params {
@@ -88,7 +92,7 @@ struct Params {
   float values[16];        // of the 4-bit codes
   Work work;
   bool nested;
-  bool earlier_complete;       // a kernel of this call ran first and waited for all grids before it
+  bool weight_at_once;         // no need to wait before the weight is read: a kernel of this call ran first, see above
   int m, n, k;                 //
   const float* nested_absmax;  // [n * k / 64 / 256]
   const float* nested_code;    // [256]

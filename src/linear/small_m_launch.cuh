@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
     return;
   }
   fill_byte_table(s.table, p.values, thread);
-  if (!p.earlier_complete) wait_for_previous_grids();
+  if (!p.weight_at_once) wait_for_previous_grids();
   const ScaleReader<L> scales(p, s, thread);
   named_barrier(kAllBarrier, kThreads);
   raise_register_limit<kConsumerRegisters>();
@@ -108,7 +108,7 @@ Params make_params(const Launch& l, int groups, bool permute_here, bool permuted
                  : tensor_map({CU_TENSOR_MAP_DATA_TYPE_FLOAT32, w.scales, 2, {k / 64, n}, {k / 16}, {4, 256}, CU_TENSOR_MAP_SWIZZLE_NONE});
   std::copy(std::begin(w.values), std::end(w.values), p.values);
   p.work = small_m_work(q, l.plan);
-  p.earlier_complete = in_kernel || permuted_before;
+  p.weight_at_once = in_kernel || permuted_before;
   p.m = static_cast<int>(q.m);
   p.n = static_cast<int>(q.n);
   p.k = static_cast<int>(q.k);
@@ -128,7 +128,7 @@ void launch_sized(const Launch& l) {
   using L = Layout<GROUPS, DIRECTION>;
   static SharedMemoryAllowance allowance;
   const auto kernel = multiply<T, DIRECTION, GROUPS>;
-  allowance.allow(reinterpret_cast<const void*>(kernel), kSharedBytes);
+  allowance.allow(reinterpret_cast<const void*>(kernel), L::SHARED_BYTES);
   const Params p = make_params<T>(l, GROUPS, L::PERMUTE_HERE, L::PERMUTED_BEFORE);
   if (p.counters) enqueue(l, {1, kZeroThreads, 0}, zero_counters, p.counters, p.work.tiles);
   if constexpr (L::PERMUTED_BEFORE) {
@@ -139,7 +139,7 @@ void launch_sized(const Launch& l) {
     enqueue(l, {(count + kPermuteThreads - 1) / kPermuteThreads, kPermuteThreads, 0}, permute_rows, static_cast<const uint4*>(l.args.in),
             stride / 8, vectors, permuted, count);
   }
-  enqueue(l, {p.work.ctas, kThreads, kSharedBytes}, kernel, p);
+  enqueue(l, {p.work.ctas, kThreads, L::SHARED_BYTES}, kernel, p);
   if (p.counters) return;
   const int warps = p.work.tiles * kConsumerWarps * ((p.m + 7) / 8);
   enqueue(l, {(warps * 32 + kSumThreads - 1) / kSumThreads, kSumThreads, 0}, sum_partials<T, L>, p);

@@ -5,7 +5,7 @@
 
 namespace nybble::small_m {
 
-constexpr int kSumThreads = 128, kPermuteThreads = 256, kZeroThreads = 128;
+constexpr int kSumThreads = 128, kPermuteThreads = 128, kZeroThreads = 128;
 
 template <typename T>
 __device__ __forceinline__ T rounded(float v) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void sum_part(const Params& p, int tile, int part, in
     if constexpr (L::FORWARD) {
       store_y<T>(p, tile * kUnit + part * 16 + g, token, sum[e]);
     } else {
-      store_grad<T>(p, tile * kUnit + (part / L::BYTES * 8 * L::BYTES + g * L::BYTES + part % L::BYTES) * 2, token, sum[e]);
+      store_grad<T>(p, tile * kUnit + (part / L::TOGETHER * 8 * L::TOGETHER + g * L::TOGETHER + part % L::TOGETHER) * 2, token, sum[e]);
     }
   }
 }
@@ -110,8 +110,7 @@ __global__ void __launch_bounds__(kSumThreads, 16) sum_partials(const __grid_con
   sum_part<T, L, 1>(p, part / kConsumerWarps, part % kConsumerWarps, warp - part * groups, static_cast<int>(threadIdx.x & 31));
 }
 
-// The two kernels that may run first wait before they let the multiply start: it may rely on all earlier grids being complete.
-
+// Waits before it lets the multiply start: that may rely on all earlier grids being complete.
 static __global__ void __launch_bounds__(kZeroThreads) zero_counters(int* counters, int count) {
   wait_for_previous_grids();  // they may use the workspace
   allow_next_grid();
@@ -123,8 +122,8 @@ static __global__ void __launch_bounds__(kZeroThreads) zero_counters(int* counte
 // word 8 j + 4 h + t <- elements 64 t + 4 j + 2 h, + 1.
 static __global__ void __launch_bounds__(kPermuteThreads)
     permute_rows(const uint4* x, int64_t row_vectors, int vectors, uint32_t* out, int count) {
-  wait_for_previous_grids();
   allow_next_grid();
+  wait_for_previous_grids();
   for (int i = static_cast<int>(blockIdx.x * kPermuteThreads + threadIdx.x); i < count;
        i += static_cast<int>(gridDim.x) * kPermuteThreads) {
     const int row = i / vectors;
