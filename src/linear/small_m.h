@@ -13,7 +13,7 @@ namespace nybble {
 constexpr int64_t kSmallMMaxTokens = 128;
 
 // Who adds the partial sums of a tile, in ascending order of the reduction either way (same bits). In the kernel: the CTA that finishes the
-// tile last, elected by counters that a kernel before zeroes. Kernel: one launched behind.
+// tile last, elected by counters that a kernel before zeroes. Kernel: one launched behind; what plan_small_m() takes.
 enum class SmallMSum : uint8_t { kInKernel = 0, kKernel = 1 };
 constexpr int kSmallMSums = 2;
 

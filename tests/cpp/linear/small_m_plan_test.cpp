@@ -128,8 +128,8 @@ TEST(SmallMPlan, StaysWithin32MiBWhatItTakes) {
 TEST(SmallMPlan, IsTheSameForEqualProblemsAndSaysWhoSums) {
   const LinearProblem p = problem(8, 14336, 4096);
   EXPECT_EQ(to_string(plan_small_m(p, kH200)), to_string(plan_small_m(p, kH200)));
-  EXPECT_EQ(small_m_sum(plan_small_m(p, kH200).variant), SmallMSum::kInKernel);
-  EXPECT_EQ(small_m_sum(plan_small_m(problem(17, 14336, 4096), kH200).variant), SmallMSum::kKernel);
+  EXPECT_EQ(small_m_sum(plan_small_m(p, kH200).variant), SmallMSum::kKernel);
+  EXPECT_EQ(small_m_sum(plan_small_m_as(p, kH200, SmallMSum::kInKernel).variant), SmallMSum::kInKernel);
   EXPECT_TRUE(plan_small_m(p, kH200).batch_invariant);
   EXPECT_FALSE(plan_small_m(problem(8, 14336, 4096, Direction::kGradInput), kH200).batch_invariant);
   for (int size = 0; size < kSmallMSizes; size++) {
@@ -163,7 +163,7 @@ TEST(SmallMPlan, ShortGradientsHaveOnePieceACtaWhereRunsGrowLittle) {
 TEST(SmallMPlan, ACtaWithTooManyTilesLeavesTheSumToAKernelBehind) {
   DeviceModel device = kH200;
   device.sm_count = 1;
-  EXPECT_EQ(small_m_sum(plan_small_m(problem(8, 53248, 1024), device).variant), SmallMSum::kKernel);
+  EXPECT_EQ(small_m_sum(plan_small_m_as(problem(8, 53248, 1024), device, SmallMSum::kInKernel).variant), SmallMSum::kKernel);
 }
 
 struct Refusal {
