@@ -23,7 +23,7 @@ not_run() { rows+=("$(printf '%-22s %-8s %s' "$1" "not run" "$2")"); }
 has() { "$python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$1') is None)"; }
 
 workers=()
-has xdist && workers=(-n 4)
+has xdist && workers=(-n "$(($(nproc) < 16 ? 4 : 8))")
 resources="" capability=""
 if command -v nvcc >/dev/null && command -v cuobjdump >/dev/null; then
   capability=$("$python" -c "import torch; print(*torch.cuda.get_device_capability(), sep='')")
