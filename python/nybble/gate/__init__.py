@@ -3,7 +3,7 @@
 A gate is a module or package here with `add_arguments(parser)` and `run(options) -> exit code`, built on runner.py.
 """
 
-from nybble.gate import aliasing, determinism, equality, every, memory, numerics, race, share, speed
+from nybble.gate import aliasing, determinism, equality, every, exact, memory, numerics, race, share, speed
 from nybble.gate.runner import Report, Role, Verdict, run_gate
 
 GATES = {
@@ -12,6 +12,7 @@ GATES = {
     "determinism": determinism,
     "memory": memory,
     "equality": equality,
+    "exact": exact,
     "race": race,
     "share": share,
     "speed": speed,

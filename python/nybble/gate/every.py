@@ -18,7 +18,7 @@ from nybble.gate.runner import Verdict
 from nybble.gate.training.needs import missing
 
 SEVERITY = (Verdict.OK, Verdict.NO_VERDICT, Verdict.CONTROL_DID_NOT_FAIL, Verdict.PRODUCT_WRONG)
-TRAINING = ("equality", "race", "share", "speed")
+TRAINING = ("equality", "exact", "race", "share", "speed")
 TIMED = ("share", "speed")
 WORDS = {0: "ok", 1: "PRODUCT WRONG", 2: "VACUOUS", 3: "NO VERDICT"}
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 import nybble
-from nybble.gate.multiply import moved
 from nybble.gate.runner import Claim, Expectation, Outcome, Role
 from nybble.gate.training import models
+from nybble.gate.training.outcome import step_outcome
 from nybble.gate.training.store import Shape, write_store
 
 LATE = {"poison": True, "land_at_wait": True}  # bytes land when acquire waits for them, NaN before
@@ -134,36 +134,10 @@ class EqualityGate:
         return not {"auto", "dequant"} <= self.paths.keys() or (bool(auto) and not auto & dequant)
 
     def step(self, model: torch.nn.Module) -> Outcome:
-        """One forward and backward: hidden states, loss and logits by layer, then every adapter's gradient."""
+        """One forward and backward on the gate's batch."""
         generator = torch.Generator().manual_seed(self.seed)
         ids = torch.randint(0, self.shape.vocab, (2, self.tokens), generator=generator).to(self.device)
-        model.zero_grad(set_to_none=True)
-        before, hidden = nybble.path_counters(), []
-        layers = model.get_base_model().base_model.layers
-        hooks = [layer.register_forward_hook(lambda _m, _a, out: hidden.append(out)) for layer in layers]
-        try:
-            result = model(input_ids=ids, labels=ids, use_cache=False)
-            forward = [{"hidden": first_tensor(out).detach().clone()} for out in hidden[: self.parts]]
-            forward[-1] |= {"logits": result.logits.detach().clone(), "loss": result.loss.detach().clone()}
-            result.loss.backward()
-        except Exception as error:  # an arm that dies is a result: the runner compares it with the prediction
-            text, stale = f"{type(error).__name__}: {error}", isinstance(error, nybble.StaleWeightError)
-            return Outcome([], [], raised=text, stale=stale)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        backward, nonzero = [{} for _ in range(self.parts)], []
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                layer = int(name.split(".layers.")[1].split(".")[0])
-                backward[layer][name.split(".layers.")[1]] = parameter.grad.clone()
-                nonzero += [parameter] if "lora_B" in name else []
-        return Outcome(forward, backward, nonzero, moved(before, nybble.path_counters()))
-
-
-def first_tensor(output) -> torch.Tensor:
-    """Decoder layers return a tensor, or a tuple that begins with it."""
-    return output if isinstance(output, torch.Tensor) else output[0]
+        return step_outcome(model, ids)
 
 
 def zero_adapters(gate: EqualityGate) -> None:
