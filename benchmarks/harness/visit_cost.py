@@ -9,7 +9,7 @@ counter. CPU time of the calling thread, so that a busy machine and waiting do n
 
 Step: a LoRA training step of a model of 8 layers so small that the host's work is all there is, streamed and resident
 (with the same multiply), in turn. Added time = their difference / visits (two a layer: forward and backward). Total =
-the streamed step / visits.
+the streamed step / visits. Where it goes: the step profiled, own time by package; and one projection's parts.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import tempfile
 import time
 
 import torch
+import visit_profile
 
 import nybble
 from nybble._library import lib
@@ -130,7 +131,10 @@ def step_cost(device: torch.device, rounds: int) -> dict[str, float]:
     streamed_us, resident_us = (values[1:] for values in times.values())
     differences = [a - b for a, b in zip(streamed_us, resident_us, strict=True)]
     return {
+        "where": visit_profile.by_package(lambda: streamed.gradients(ids), 2 * STEP_LAYERS),
+        "projection": visit_profile.projection(streamed),
         "added": statistics.median(differences),
+        "added_quartiles": statistics.quantiles(differences, n=4)[::2],
         "total": statistics.median(streamed_us),
         "resident": statistics.median(resident_us),
     }
@@ -165,8 +169,16 @@ def main() -> None:
     if step:
         print(
             f"training step of {STEP_LAYERS} layers, per visit: added {step['added']:.1f} us, "
-            f"total {step['total']:.1f} us, resident {step['resident']:.1f} us"
+            f"total {step['total']:.1f} us, resident {step['resident']:.1f} us; quartiles of what is added "
+            + " to ".join(f"{value:.1f}" for value in step["added_quartiles"])
         )
+        profiled = sum(row["us"] for row in step["where"].values())
+        print(f"where a visit's {profiled:.0f} us go when profiled (Python calls cost more then):")
+        for name, row in step["where"].items():
+            print(f"  {100 * row['us'] / profiled:5.1f}%  {row['calls']:7.1f} calls  {name}")
+        print("one projection, us a call:")
+        for name, us in step["projection"].items():
+            print(f"  {us:8.1f}  {name}")
 
 
 if __name__ == "__main__":

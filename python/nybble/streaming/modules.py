@@ -56,8 +56,8 @@ class StreamedLinear4bit(bnb.nn.Linear4bit):
     nybble_streamed = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self._nybble_weight
-        if self._parameters["weight"] is not weight.parameter:
+        weight, own = self._nybble_weight, self._parameters  # what torch's __getattr__ would find, several us later
+        if own["weight"] is not weight.parameter:
             raise StaleWeightError(
                 f"weight {weight.name} left the ring: the module has another parameter than the one in the slot "
                 f"(something assigned or merged it); {_REMEDY} before changing base weights"
@@ -65,16 +65,17 @@ class StreamedLinear4bit(bnb.nn.Linear4bit):
         if not self.compute_type_is_set:
             self.set_compute_type(x)
             self.compute_type_is_set = True
-        inp_dtype = x.dtype
-        if self.compute_dtype is not None:
+        inp_dtype, bias = x.dtype, own["bias"]
+        if self.compute_dtype not in (None, inp_dtype):
             x = x.to(self.compute_dtype)
-        bias = self.bias if self.bias is None else self.bias.to(x.dtype)
+        if bias is not None:
+            bias = bias.to(x.dtype)
         if weight.visit.scoped:
             with saved_tensors_hooks(weight.visit.pack, weight.visit.unpack):
                 y = multiply(x, weight.tensors, bias, weight.uid, weight.spec, None)
         else:
             y = multiply(x, weight.tensors, bias, weight.uid, weight.spec, None)
-        return y.to(inp_dtype)
+        return y if y.dtype == inp_dtype else y.to(inp_dtype)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         weight = self._nybble_weight
