@@ -1,7 +1,5 @@
-// Entry of the large-M path: the kernel before the multiply, tensor maps, one launch per range of tokens. The kernel: hopper_kernel.cuh,
+// Entry of the large-M path: the kernel before the multiply, one launch per range of tokens. The kernel: hopper_kernel.cuh,
 // its two roles in hopper_decode.cuh and hopper_consumer.cuh.
-#include <cudaTypedefs.h>
-
 #include <algorithm>
 #include <atomic>
 #include <random>
@@ -9,38 +7,16 @@
 #include "core/cuda_check.h"
 #include "linear/hopper_launch.h"
 #include "linear/hopper_scales.cuh"
+#include "linear/tensor_map.h"
 
 namespace nybble {
 namespace hopper {
-namespace {
-
-PFN_cuTensorMapEncodeTiled_v12000 encoder() {
-  static const auto function = [] {
-    void* pointer = nullptr;
-    cudaDriverEntryPointQueryResult found{};
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer, 12000, cudaEnableDefault, &found));
-    if (found != cudaDriverEntryPointSuccess) {
-      fail(ErrorKind::kUnsupported, "the CUDA driver has no cuTensorMapEncodeTiled; a driver for CUDA 12.0 or newer is needed");
-    }
-    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(pointer);
-  }();
-  return function;
-}
-
-}  // namespace
 
 CUtensorMap tensor_map(const Matrix& m) {
-  CUtensorMap map;
-  const cuuint64_t extents[2] = {static_cast<cuuint64_t>(m.columns), static_cast<cuuint64_t>(m.rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(m.row_bytes)};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(m.box_columns), static_cast<cuuint32_t>(m.box_rows)}, steps[2] = {1, 1};
-  const CUresult status = encoder()(&map, m.type, 2, const_cast<void*>(m.data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                    m.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS) {
-    fail(ErrorKind::kCuda, "cuTensorMapEncodeTiled gave ", static_cast<int>(status), " for a matrix of ", m.rows, " rows of ", m.row_bytes,
-         " bytes at ", m.data, ", expected an address and a row size that are multiples of 16");
-  }
-  return map;
+  const cuuint64_t columns = static_cast<cuuint64_t>(m.columns), rows = static_cast<cuuint64_t>(m.rows);
+  const cuuint32_t box_columns = static_cast<cuuint32_t>(m.box_columns), box_rows = static_cast<cuuint32_t>(m.box_rows);
+  return nybble::tensor_map(
+      {m.type, m.data, 2, {columns, rows}, {static_cast<cuuint64_t>(m.row_bytes)}, {box_columns, box_rows}, m.swizzle});
 }
 
 uint64_t next_nonce() {

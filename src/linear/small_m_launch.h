@@ -1,24 +1,12 @@
 // Between small_m.cu and the files that instantiate the kernel, one per activation type.
 #pragma once
 
-#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include "linear/small_m.h"
+#include "linear/tensor_map.h"
 
 namespace nybble::small_m {
-
-// What one copy takes of a tensor; innermost dimension first. strides: bytes, of dimensions 1 and up.
-struct Box {
-  CUtensorMapDataType type;
-  const void* data;
-  int dimensions;
-  cuuint64_t extents[3];
-  cuuint64_t strides[2];
-  cuuint32_t box[3];
-  CUtensorMapSwizzle swizzle;
-};
-CUtensorMap tensor_map(const Box& box);
 
 // Blocks of a kernel launched so may start once all blocks of the kernel before allow it or have ended.
 inline cudaLaunchAttribute overlap_attribute() {
