@@ -7,10 +7,13 @@
 
 A case is shape:adapters:tokens. It has two models of the same random bytes and adapters: one streamed, one resident.
 First every arm's peak memory, then the gradients bit for bit, after the resident model was compared with itself, then
-times: arms in turn, the order shuffled in each round. Writes h200-stream.json and .md.
+times: arms in turn, the order shuffled in each round. Writes h200-stream.json and .md. With soup-cli 0.77 on the path,
+its streaming runtime over the same bytes takes part too (stream_peer.py).
 
-host_ms: time until a step is enqueued; near step_ms, the step waits for the host, not for the GPU. ratio_resident: time
-of a resident step with our multiply / time of the arm. ratio_link: (bytes copied in a step / its time) / the rate of
+A round of an arm is --steps steps, enqueued without waiting in between. host_ms: time until a step is enqueued; near
+step_ms, the step waits for the host, not for the GPU. ratio_resident: time of a resident step with our multiply / time
+of the arm. ratio_dequant, ratio_peer: time of streamed / time of that arm, from pairs of one round, median and 95%
+bootstrap interval. ratio_link: (bytes copied in a step / its time) / the rate of
 page-locked copies measured in the same process. spread: (max - min) / median of the rounds. stack: the layers' seven
 multiplies alone, forward and then forward and grad_x, without transformers, PEFT and autograd: what the ring itself
 gets out of the link.
@@ -27,14 +30,16 @@ import sys
 import tempfile
 import time
 
+import stream_limits as limits
+import stream_peer as peer
 import stream_report as report
 import torch
-from stream_arms import GARBAGE, RESIDENT, STREAMED, Resident, Streamed, with_adapters
+from stream_arms import GARBAGE, RESIDENT, STREAMED, Resident, Streamed, canonical, with_adapters
 from stream_store import SHAPES, write_store
 
 import nybble
 from nybble.gate.training.telemetry import Samples
-from nybble.streaming import native
+from nybble.gate.training.timing import saving
 
 MIB = 1 << 20
 
@@ -48,8 +53,15 @@ class Case:
         self.lengths = [int(length) for length in lengths.split(",")]
         self.device = torch.device(options.device)
         self.cuda = self.device.type == "cuda"
-        self.arms = options.arms or [*RESIDENT, *STREAMED]
+        self.without_peer = peer.missing()
+        self.arms = options.arms or [*RESIDENT, *STREAMED, *peer.ARMS]
+        if self.without_peer is not None:
+            self.arms = [arm for arm in self.arms if arm not in peer.ARMS]
+        self.models = dict.fromkeys(RESIDENT, "resident") | dict.fromkeys(peer.ARMS, "peer")
         self.record = {"shape": self.shape, "adapters": self.targets, "rows": [], "skipped": [], "stack": []}
+        self.record["steps"] = options.steps
+        if self.without_peer is not None:
+            self.record["no_peer"] = self.without_peer
 
     def sync(self) -> None:
         if self.cuda:
@@ -97,6 +109,20 @@ class Case:
         self.say("resident model")
         for tokens in self.lengths:
             self.measure_memory(self.resident, self.wanted(RESIDENT), tokens, *before)
+        if self.wanted(peer.ARMS):
+            self.make_peer(store, folder / "peer")
+
+    def make_peer(self, store: pathlib.Path, folder: pathlib.Path) -> None:
+        self.clean()
+        before = self.allocated(), self.reserved()
+        options = self.options
+        self.peer = peer.Peer(store, folder, self.device, options.rank, self.targets, options.window)
+        self.say("soup-cli's model")
+        for tokens in self.lengths:
+            self.measure_memory(self.peer, self.wanted(peer.ARMS), tokens, *before)
+
+    def model_of(self, arm: str):
+        return getattr(self, self.models.get(arm, "streamed"))
 
     def wanted(self, arms) -> list[str]:
         return [arm for arm in arms if arm in self.arms]
@@ -163,13 +189,14 @@ class Case:
         plan += [
             (self.streamed, arm, arm) for arm in ("streamed", "streamed_reentrant", "streamed_keep", "streamed_dequant")
         ]
+        plan += [(self.peer, arm, arm) for arm in self.wanted(peer.ARMS)]
         names = [name for name, p in self.resident.model.named_parameters() if p.requires_grad]
         for model, arm, label in plan:
             self.load_adapters(model)
             model.switch(arm)
             model.optimiser.zero_grad(set_to_none=True)
             loss = model.gradients(ids)
-            own = dict(model.model.named_parameters())
+            own = {canonical(name): p for name, p in model.model.named_parameters()}
             gradients[label] = [loss, *[own[name].grad.clone() for name in names]]
             model.optimiser.zero_grad(set_to_none=True)
         torch.use_deterministic_algorithms(False)
@@ -187,103 +214,47 @@ class Case:
 
     def load_adapters(self, model) -> None:
         """Both models' adapters become the streamed model's of the first call."""
-        now = {n: p for n, p in model.model.named_parameters() if p.requires_grad}
+        now = {canonical(n): p for n, p in model.model.named_parameters() if p.requires_grad}
         if not hasattr(self, "_adapters"):
             self._adapters = {n: p.detach().clone() for n, p in now.items()}
         for name, parameter in now.items():
             parameter.data.copy_(self._adapters[name])
 
-    def measure_link(self) -> None:
-        """Rate of copies of one layer from page-locked memory, and of a large bf16 multiply."""
-        if not self.cuda:
-            self.record.update(h2d_gb_s=None, gemm_tflops=None)
-            return
-        size = self.record["memory"]["layer_bytes"]
-        host = torch.empty(size, dtype=torch.uint8).pin_memory()
-        to = torch.empty(size, dtype=torch.uint8, device=self.device)
-        seconds = self.seconds(lambda: to.copy_(host, non_blocking=True), 20)
-        self.record["h2d_gb_s"] = size / seconds / 1e9
-        a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=self.device)
-        self.record["gemm_tflops"] = 2 * 8192**3 / self.seconds(lambda: torch.mm(a, a), 20) / 1e12
-        self.say(f"link {self.record['h2d_gb_s']:.1f} GB/s, bf16 multiply {self.record['gemm_tflops']:.0f} TFLOP/s")
-
-    def measure_stack(self, tokens: int) -> dict:
-        """A training step's visits with nothing but the multiplies in them."""
-        ring, layers, dtype = self.streamed.fetcher, self.record["memory"]["layers"], torch.bfloat16
-        self.streamed.switch("streamed")
-        sides = {side for weight in self.streamed.weights for side in weight.stored.shape}
-        x = {side: torch.randn(tokens, side, dtype=dtype, device=self.device) for side in sides}
-
-        def step():
-            for layer in range(layers):
-                visit(layer, native.FORWARD)
-            for layer in reversed(range(layers)):
-                visit(layer, native.BACKWARD)
-
-        def visit(layer: int, order: int) -> None:
-            ring.acquire(layer, order)
-            for weight in self.streamed.streamed.weights[layer]:
-                n, k = weight.stored.shape
-                torch.ops.nybble.linear_4bit(x[k], *weight.tensors, None, weight.uid, *weight.spec)
-                if order == native.BACKWARD:
-                    torch.ops.nybble.linear_4bit_grad_input(x[n], *weight.tensors, weight.uid, *weight.spec)
-            ring.release(layer)
-
-        with torch.no_grad():
-            step()
-            copied = self.streamed.copied_bytes()
-            step()
-            copied = self.streamed.copied_bytes() - copied
-            seconds = self.seconds(step, 5)
-            for call in ("acquire", "release"):
-                setattr(ring, call, lambda *_: None)
-            checked = [weight.uid for weight in self.streamed.weights]
-            for weight in self.streamed.weights:
-                weight.uid = None
-            without = self.seconds(step, 5)
-            for weight, uid in zip(self.streamed.weights, checked, strict=True):
-                weight.uid = uid
-        self.streamed.switch("streamed")
-        rate = self.record["h2d_gb_s"]
-        return {
-            "tokens": tokens,
-            "step_ms": 1e3 * seconds,
-            "no_copies_ms": 1e3 * without,
-            "ratio_link": copied / seconds / (rate * 1e9) if rate else None,
-        }
-
-    def seconds(self, call, count: int) -> float:
-        call()
-        self.sync()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        self.sync()
-        return (time.perf_counter() - start) / count
-
     def time_arms(self, tokens: int, save) -> None:
         """Every arm has run at this length before, for its memory."""
         ids = self.tokens(tokens)
-        arms = [arm for arm in self.wanted((*RESIDENT, *STREAMED)) if not self.row(arm, tokens).get("out_of_memory")]
+        arms = [arm for arm in self.arms if not self.row(arm, tokens).get("out_of_memory")]
+        steps = self.options.steps
         times = {arm: [] for arm in arms}
         for _ in range(self.options.rounds):
             random.shuffle(arms)
             for arm in arms:
-                model = self.resident if arm in RESIDENT else self.streamed
+                model = self.model_of(arm)
                 model.switch(arm)
                 for group in model.optimiser.param_groups:
                     group["lr"] = 0.0 if arm in GARBAGE else 1e-4
                 self.sync()
                 began, start = time.time(), time.perf_counter()
-                loss = model.step(ids)
-                enqueued = time.perf_counter() - start
+                for _ in range(steps):
+                    loss = model.step(ids)
+                enqueued = (time.perf_counter() - start) / steps
                 self.sync()
-                times[arm].append((time.perf_counter() - start, enqueued, began, time.time(), loss.item()))
+                took = (time.perf_counter() - start) / steps
+                times[arm].append((took, enqueued, began, time.time(), loss.item()))
                 self.row(arm, tokens)["gradient_norm"] = model.gradient_norm()
             for arm in arms:
                 self.finish_row(arm, tokens, times[arm], statistics.median(t[0] for t in times["resident"]))
+            self.compare_times(tokens, {arm: [t[0] for t in times[arm]] for arm in arms})
             save()
         self.say(f"{tokens} tokens: " + report.times_line([self.row(arm, tokens) for arm in arms]))
+
+    def compare_times(self, tokens: int, times: dict[str, list[float]]) -> None:
+        """Streamed / another arm: above 1, streaming with our multiply is the slower one."""
+        row = self.row("streamed", tokens)
+        for key, other in (("ratio_dequant", "streamed_dequant"), ("ratio_peer", "peer")):
+            if "streamed" in times and other in times:
+                found = saving(times[other], times["streamed"])
+                row[key] = [1 - found.middle, 1 - found.high, 1 - found.low]
 
     def finish_row(self, arm: str, tokens: int, rounds: list[tuple], resident: float) -> None:
         row, times = self.row(arm, tokens), [seconds for seconds, *_ in rounds]
@@ -309,10 +280,15 @@ class Case:
         finally:
             shutil.rmtree(folder)
         self.compare_gradients()
-        self.measure_link()
+        self.record.update(h2d_gb_s=None, gemm_tflops=None)
+        if self.cuda:
+            found = limits.link_and_gemm(self.record["memory"]["layer_bytes"], self.device, self.sync)
+            self.record.update(found)
+            self.say(f"link {found['h2d_gb_s']:.1f} GB/s, bf16 multiply {found['gemm_tflops']:.0f} TFLOP/s")
         save()
         if self.options.stack:
-            self.record["stack"] = [self.measure_stack(tokens) for tokens in self.options.stack]
+            rate = self.record["h2d_gb_s"]
+            self.record["stack"] = [limits.stack(self.streamed, n, rate, self.sync) for n in self.options.stack]
             self.say(report.stack_line(self.record["stack"]))
             save()
         for tokens in self.lengths:
@@ -344,6 +320,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", default=["32b:qv:128,512", "8b:all:512,1024,2048,8192"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=1, help="of a round, without waiting in between")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--window", type=int, default=2)
     parser.add_argument("--budget", type=float, default=240, help="seconds; lengths that would start later are skipped")

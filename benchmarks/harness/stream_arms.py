@@ -17,25 +17,32 @@ TARGETS = {
 }
 MODE_FIELD = 6  # of StreamedWeight.spec
 RESIDENT = ("resident_bnb", "resident")
-STREAMED = ("streamed", "streamed_dequant", "streamed_keep", "no_copies", "no_decode")
-GARBAGE = (
-    "no_copies",
-    "no_decode",
-)  # multiply with whatever the slots hold, or with one dense weight: only times mean something
+STREAMED = ("streamed", "streamed_dequant", "streamed_keep", "no_copies", "no_copies_keep", "no_decode")
+# Multiply with whatever the slots hold, or with one dense weight: only times mean something.
+GARBAGE = ("no_copies", "no_copies_keep", "no_decode")
 
 
 def with_adapters(model, rank: int, targets: str = "all"):
     """LoRA with B not zero, the same numbers for every model."""
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS[targets], task_type="CAUSAL_LM")
     wrapped = peft.get_peft_model(model, config)
-    generator = torch.Generator(model.device).manual_seed(3)
-    for name, parameter in sorted(wrapped.named_parameters()):
-        if "lora_" in name:
-            values = 0.01 * torch.randn(parameter.shape, generator=generator, device=model.device)
-            parameter.data = values.to(torch.bfloat16)
+    set_adapters(wrapped)
     wrapped.train()
     wrapped.enable_input_require_grads()
     return wrapped
+
+
+def canonical(name: str) -> str:
+    """A parameter's name without the wrapper that soup-cli puts around a layer."""
+    return name.replace(".inner.", ".")
+
+
+def set_adapters(wrapped) -> None:
+    named = sorted((canonical(name), p) for name, p in wrapped.named_parameters() if "lora_" in name)
+    generator = torch.Generator(named[0][1].device).manual_seed(3)
+    for _, parameter in named:
+        values = 0.01 * torch.randn(parameter.shape, generator=generator, device=parameter.device)
+        parameter.data = values.to(torch.bfloat16)
 
 
 class Arms:
@@ -103,16 +110,17 @@ class Streamed(Arms):
         return torch.nn.functional.linear(x, self.dense[shape], bias)
 
     def switch(self, arm: str) -> None:
-        keep, mode = arm == "streamed_keep", "dequant" if arm == "streamed_dequant" else "auto"
+        without = arm.startswith("no_copies")
+        keep, mode = arm.endswith("_keep"), "dequant" if arm == "streamed_dequant" else "auto"
         self.checkpoint(not keep, reentrant=arm == "streamed_reentrant")
         for visit in self.streamed.visits:
             visit.keep = keep
         for weight, uid in zip(self.weights, self.uids, strict=True):
             weight.spec = (*weight.spec[:MODE_FIELD], mode_code(mode), *weight.spec[MODE_FIELD + 1 :])
-            weight.uid = None if arm == "no_copies" else uid
+            weight.uid = None if without else uid
         for call in ("acquire", "release"):
             vars(self.fetcher).pop(call, None)
-            if arm == "no_copies":
+            if without:
                 setattr(self.fetcher, call, lambda *_: None)
         modules.multiply = self.multiply_dense if arm == "no_decode" else self.multiply
         if arm != "no_decode":

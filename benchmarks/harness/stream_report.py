@@ -1,6 +1,14 @@
 """What the record of h200_stream.py says: its table, and what in it makes it worthless."""
 
 MIB = 1 << 20
+SAVINGS = (
+    ("no_decode", "streamed_dequant", "dequantisation's share of the dequantise arm"),
+    ("no_decode", "streamed", "what is left of it with our multiply"),
+    ("no_copies", "streamed", "the copies' share"),
+    ("streamed_keep", "streamed", "keep takes off"),
+    ("no_copies_keep", "no_copies", "keep takes off without copies"),
+    ("peer_nybble", "peer", "our multiply takes off soup-cli's step"),
+)
 COLUMNS = (
     "rounds",
     "host_ms",
@@ -12,6 +20,8 @@ COLUMNS = (
     "peak_reserved_mib",
     "spread",
     "clock_mhz",
+    "power_w",
+    "memory_controller_percent",
 )
 FORMATS = {
     "step_ms": ".1f",
@@ -22,6 +32,8 @@ FORMATS = {
     "spread": ".3f",
 }
 MAX_SPREAD = 0.05
+OWN_NUMERICS = ("streamed_dequant", "peer", "peer_nybble")  # reported, but not held to the resident model's bits
+PATHS = {"streamed_dequant": {"dequant"}, "resident_bnb": set(), "peer": set()}
 
 
 def peak(row: dict) -> str:
@@ -74,8 +86,8 @@ def faults_of(case: dict) -> list[str]:
     if again["equal"] != again["compared"]:
         found.append(f"no verdict on equality: resident differs from itself, {again['equal']}/{again['compared']}")
     for label, cell in case["exact"].items():
-        if label == "streamed_dequant":
-            continue  # numerics of its own
+        if label in OWN_NUMERICS:
+            continue
         if cell["zero"] or cell["compared"] < 3 or cell["equal"] != cell["compared"]:
             found.append(f"gradients of {label}: {cell['equal']} of {cell['compared']} equal, {cell['zero']} zero")
     for row in case["rows"]:
@@ -87,7 +99,7 @@ def faults_of(case: dict) -> list[str]:
         elif not row["gradient_norm"] > 0 or row["loss_first"] == row["loss_last"]:
             found.append(f"{where} did not train: gradient norm {row['gradient_norm']}, loss {row['loss_last']}")
         paths = set(row["paths"])
-        expected = {"streamed_dequant": {"dequant"}, "resident_bnb": set()}.get(row["arm"])
+        expected = PATHS.get(row["arm"])
         if (expected is not None and paths != expected) or (expected is None and paths in (set(), {"dequant"})):
             found.append(f"{where} took the paths {sorted(paths)}")
     return found
@@ -145,7 +157,27 @@ def case_lines(case: dict) -> list[str]:
         cells = [cell_text(row, column) for column in COLUMNS]
         lines.append(f"| {row['tokens']} | {name} | " + " | ".join(cells) + " |")
     stack = [f"* {stack_line(case['stack'])}"] if case["stack"] else []
-    return [*lines, "", *stack, *peaks(case)]
+    peer = [f"* soup-cli's arms did not run: {case['no_peer']}."] if "no_peer" in case else []
+    return [*lines, "", *stack, *peaks(case), *times(case), *peer]
+
+
+def times(case: dict) -> list[str]:
+    """Beside the dequantise arm and soup-cli, and what each ablation takes off."""
+    lines = []
+    for tokens in lengths(case):
+        row = find(case, "streamed", tokens)
+        found = [
+            f"{row[key][0]:.3f} ({row[key][1]:.3f} .. {row[key][2]:.3f}) of the time of {name}"
+            for key, name in (("ratio_dequant", "the dequantise arm"), ("ratio_peer", "soup-cli"))
+            if key in row
+        ]
+        for less, more, text in SAVINGS:
+            pair = [find(case, arm, tokens).get("step_ms") for arm in (less, more)]
+            if None not in pair:
+                found.append(f"{text} {1 - pair[0] / pair[1]:+.1%}")
+        if found:
+            lines.append(f"* {tokens} tokens, streamed: " + "; ".join(found) + ".")
+    return lines
 
 
 def peaks(case: dict) -> list[str]:

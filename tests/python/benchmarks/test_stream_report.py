@@ -56,9 +56,29 @@ def test_a_sound_record_has_no_fault_and_says_what_it_found():
     record = sound()
     assert report.faults(record) == []
     text = report.markdown(record)
-    assert "| 512 | streamed | 3 | 50.0 | 100.0 | 5120 | 0.990 | 0.500 | 1725 | 6000 | 0.020 | 1980 |" in text
+    assert "| 512 | streamed | 3 | 50.0 | 100.0 | 5120 | 0.990 | 0.500 | 1725 | 6000 | 0.020 | 1980 | - | - |" in text
     assert "resident - base + slots 1700 MiB (+25); the dequantise arm +110 MiB (+1.00 layers)" in text
     assert "0.980 of the link" in text and "!" not in text.split("`!`")[0]
+
+
+def test_what_each_ablation_takes_off_and_the_ratios_with_their_intervals():
+    record = sound()
+    rows = record["cases"][0]["rows"]
+    rows[0]["ratio_peer"] = [0.8, 0.7, 0.9]
+    for arm, ms in (("no_decode", 60.0), ("streamed_keep", 75.0)):
+        rows.append(row("streamed", 512) | dict(arm=arm, step_ms=ms, garbage=arm == "no_decode"))
+    text = report.markdown(record)
+    assert "512 tokens, streamed: 0.800 (0.700 .. 0.900) of the time of soup-cli" in text
+    assert "dequantisation's share of the dequantise arm +40.0%" in text and "keep takes off +25.0%" in text
+    assert "8192 tokens, streamed" not in text
+
+
+def test_a_peer_has_numerics_of_its_own_and_must_not_run_our_kernels():
+    record = sound()
+    record["cases"][0]["exact"]["peer"] = dict(equal=2, compared=449, zero=0)
+    assert report.faults(record) == []
+    record["cases"][0]["rows"].append(row("streamed", 512) | dict(arm="peer", paths={"hopper": {}}))
+    assert "peer at 512 tokens took the paths ['hopper']" in report.faults(record)[0]
 
 
 SPOILT = {
