@@ -6,6 +6,7 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,9 +46,10 @@ def sharded(path, patch_first: bool):
     model = with_adapters(load(path, F32, bnb_4bit_quant_storage=F32))
     if patch_first:
         nybble.patch(model, mode="auto")
+    mesh = init_device_mesh("cpu", (RANKS,))  # without it a GPU of the machine would be taken
     for layer in model.base_model.model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     if not patch_first:
         nybble.patch(model, mode="auto")
     nybble.reset_path_counters()

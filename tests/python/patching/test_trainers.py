@@ -8,6 +8,7 @@ import nybble
 
 from .models import (
     LINEARS,
+    LOSS_TOLERANCE,
     VOCAB,
     assert_same,
     load,
@@ -17,8 +18,6 @@ from .models import (
 )
 
 STEPS = 3
-# Three steps of AdamW in bf16: where a gradient is near zero its sign decides the step.
-LOSS_TOLERANCE = 5e-3
 
 
 def examples() -> list[dict]:

@@ -10,6 +10,7 @@ import nybble
 from .models import (
     FAMILIES,
     LINEARS,
+    LOSS_TOLERANCE,
     TOLERANCE,
     assert_same,
     batch,
@@ -136,6 +137,9 @@ def test_auto_mode_is_as_near_to_a_dense_multiply_as_another_order_of_its_sums(d
     def worst(found, expected):
         return max(worst_difference(*pair) for pair in zip(found, expected, strict=True))
 
+    def losses(found):
+        return [{"loss": each["loss"]} for each in found]
+
     reference = steps(with_dense_weights(qlora(dense(), device=device)))
     noise = worst(steps(with_dense_weights(qlora(dense(), device=device), reversed_forward)), reference)
     allowed = max(TOLERANCE[BF16], 2 * noise)
@@ -143,8 +147,12 @@ def test_auto_mode_is_as_near_to_a_dense_multiply_as_another_order_of_its_sums(d
     model = qlora(dense(), mode="auto", device=device)
     found = steps(model)
     assert worst(found, reference) <= allowed
-    assert worst(found, steps(qlora(dense(), device=device))) <= allowed
+    # bitsandbytes' own kernels round their sums too; how far its gradients are from dense ones is theirs.
+    bitsandbytes = steps(qlora(dense(), device=device))
+    assert worst(losses(found), losses(bitsandbytes)) <= LOSS_TOLERANCE
+    assert worst(found, bitsandbytes) <= max(allowed, 2 * worst(bitsandbytes, reference))
     spoil(model)
+    assert worst(losses(steps(model)), losses(bitsandbytes)) > LOSS_TOLERANCE
     assert worst(steps(model), reference) > 3 * allowed
 
 
