@@ -27,9 +27,7 @@ def pattern(wrong: frozenset[int], parts: int) -> str:
 
 def shown(result: Result, parts: int) -> str:
     """A cell's backward in one word."""
-    if result.raised is not None:
-        return "raises" if result.stale else "ERROR"
-    return pattern(result.backward_wrong, parts)
+    return result.shown if result.raised is not None else pattern(result.backward_wrong, parts)
 
 
 def reasons(report: Report, parts: int) -> list[str]:
@@ -132,4 +130,10 @@ def _result_json(result: Result, parts: int) -> dict[str, Any]:
         "raised": result.raised,
         "launches": result.launches,
         "faults": result.faults,
+        **({"measured": counted(result.measured)} if result.measured else {}),
     }
+
+
+def counted(words: list[str]) -> dict[str, int]:
+    """How often each word was seen."""
+    return {word: words.count(word) for word in dict.fromkeys(words)}

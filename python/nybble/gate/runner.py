@@ -13,6 +13,7 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -92,7 +93,7 @@ class Gate(Protocol):
     def runs(self, arm: Any, cell: Any) -> bool: ...
     def reference_key(self, arm: Any, cell: Any) -> Hashable: ...
     def reference(self, arm: Any, cell: Any) -> Outcome: ...
-    def measure(self, arm: Any, cell: Any) -> Outcome: ...
+    def measure(self, arm: Any, cell: Any) -> Outcome | list[Outcome]: ...  # several: of several backwards in one run
     def expected(self, arm: Any, cell: Any) -> Expectation: ...
     def claims(self) -> list[Claim]: ...
 
@@ -113,6 +114,7 @@ class Result:
     expected: Expectation
     launches: dict[str, int] | None
     faults: list[str] = field(default_factory=list)  # why this cell gives no verdict
+    measured: list[str] = field(default_factory=list)  # what each backward of each run showed, where there are several
 
     @property
     def forward_wrong(self) -> frozenset[int]:
@@ -131,6 +133,13 @@ class Result:
     @property
     def must_fail(self) -> bool:
         return self.expected.stale or bool(self.expected.wrong)
+
+    @property
+    def shown(self) -> str:
+        """The backward in one word: one character a part, X wrong, . right."""
+        if self.raised is not None:
+            return "raises" if self.stale else "ERROR"
+        return "".join("X" if d else "." for d in self.backward_difference)
 
 
 @dataclass
@@ -186,7 +195,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def run_gate(gate: Gate, *, repeats: int = 1, algorithms: str = "error") -> Report:
-    """Runs every arm of `gate` in every cell `repeats` times; keeps the worst repeat of a cell. algorithms: as for
+    """Runs every arm of `gate` in every cell `repeats` times; keeps the worst backward of a cell. algorithms: as for
     repeatable_algorithms().
     """
     started = time.monotonic()
@@ -203,8 +212,8 @@ def run_gate(gate: Gate, *, repeats: int = 1, algorithms: str = "error") -> Repo
                     report.faults += a_against_a(
                         references[key], gate.reference(arm, cell), gate.parts, f"{arm.name} | {cell.name}"
                     )
-            rounds = [[_result(gate, arm, cell, references[key]) for arm, key in pairs] for _ in range(repeats)]
-            report.results += [_worst(repeated) for repeated in zip(*rounds, strict=True)]
+            rounds = [[_results(gate, arm, cell, references[key]) for arm, key in pairs] for _ in range(repeats)]
+            report.results += [_worst(list(chain(*runs))) for runs in zip(*rounds, strict=True)]
         report.claims = gate.claims()
     report.seconds = time.monotonic() - started
     return report
@@ -234,8 +243,14 @@ def a_against_a(first: Outcome, second: Outcome, parts: int, where: str) -> list
     return faults
 
 
-def _result(gate: Gate, arm: Any, cell: Any, reference: Outcome) -> Result:
-    outcome, expected = gate.measure(arm, cell), gate.expected(arm, cell)
+def _results(gate: Gate, arm: Any, cell: Any, reference: Outcome) -> list[Result]:
+    """One run: a result for each of its backwards."""
+    measured, expected = gate.measure(arm, cell), gate.expected(arm, cell)
+    outcomes = measured if isinstance(measured, list) else [measured]
+    return [_result(arm, cell, outcome, expected, reference) for outcome in outcomes]
+
+
+def _result(arm: Any, cell: Any, outcome: Outcome, expected: Expectation, reference: Outcome) -> Result:
     forward, forward_compared = compare(outcome.forward, reference.forward) if outcome.raised is None else ([], 0)
     backward, backward_compared = compare(outcome.backward, reference.backward) if outcome.raised is None else ([], 0)
     result = Result(
@@ -280,7 +295,10 @@ def launch_faults(
 
 def _worst(results: Sequence[Result]) -> Result:
     """Any repeat that broke the prediction outranks those that met it."""
-    return next((r for r in results if r.faults), next((r for r in results if not r.as_expected), results[0]))
+    worst = next((r for r in results if r.faults), next((r for r in results if not r.as_expected), results[0]))
+    if len(results) > 1:
+        worst.measured = [r.shown for r in results]
+    return worst
 
 
 @contextlib.contextmanager

@@ -82,6 +82,29 @@ def test_bitsandbytes_is_wrong_where_the_weight_is_on_ctx(report):
     assert by_arm["bitsandbytes"] == by_arm["weight on ctx"]
 
 
+def test_a_copy_cures_an_unsafe_op_only_of_what_it_keeps_and_when_it_keeps_it(report):
+    wrong = {(r.arm, r.cell): r.backward_wrong for r in report.results}
+    broken = [cell for arm, cell in wrong if arm == "weight on ctx" and wrong[arm, cell]]
+    late = [cell for cell in broken if cell.startswith("llama")]
+    assert len(broken) >= 8 and len(late) == 2
+    for cell in broken:
+        assert not wrong["copy in forward", cell]
+        assert wrong["copy in recompute", cell] == wrong["weight on ctx", cell]
+    for cell in late:
+        assert not wrong["copy, quantised", cell]
+        assert wrong["copy, the rest", cell] == wrong["weight on ctx", cell]
+    assert not any(arm in ("copy, quantised", "copy, the rest") and cell.startswith("linear") for arm, cell in wrong)
+
+
+def test_every_backward_of_a_run_on_one_ring_shows_the_same_pattern():
+    gate = AliasingGate(slots=(2, 3), sizes=Sizes(layers=4, tokens=4), backwards=3)
+    gate.cells = [cell for cell in gate.cells if cell.mode is not Mode.REENTRANT and cell.slots == 3]
+    report = run_on_one_thread(gate, repeats=2)
+    assert report.verdict == Verdict.OK
+    assert {len(set(r.measured)) for r in report.results} == {1}
+    assert {len(r.measured) for r in report.results if r.raised is None} == {6}
+
+
 def test_reads_on_purpose_raise_and_legal_reads_do_not():
     claims = reads.claims(torch.device("cpu"))
     assert len(claims) == 10
@@ -132,7 +155,7 @@ def test_arm_that_differs_with_nothing_recycled_means_an_unsound_harness(linear_
     plain = gate.measure
 
     def measure(arm, cell):
-        outcome = plain(arm, cell)
+        (outcome,) = plain(arm, cell)
         outcome.backward[2]["scale"] = outcome.backward[2]["scale"] + 1
         return outcome
 
@@ -152,6 +175,7 @@ def test_missing_bitsandbytes_is_listed_as_not_run(linear_only, monkeypatch, cap
         ["aliasing", "--slots", "1"],
         ["aliasing", "--slots", "x"],
         ["aliasing", "--slots", "8", "--layers", "8"],
+        ["aliasing", "--cells", "no such cell"],
         ["none"],
     ],
 )

@@ -224,6 +224,18 @@ def test_one_bad_repeat_among_good_ones_counts():
     assert run_gate(ToyGate(edit=third_time), repeats=3).verdict == Verdict.PRODUCT_WRONG
 
 
+def test_one_bad_backward_among_the_good_ones_of_a_run_counts():
+    def several(bad):
+        return lambda arm, outcome: [outcome, make(frozenset({2})) if bad and arm is PRODUCT else outcome, outcome]
+
+    report = run_gate(ToyGate(edit=several(False)), repeats=2)
+    assert report.verdict == Verdict.OK
+    assert as_json(report, PARTS)["results"][2]["measured"] == {"X..": 6}
+    report = run_gate(ToyGate(edit=several(True)), repeats=2)
+    assert report.verdict == Verdict.PRODUCT_WRONG
+    assert as_json(report, PARTS)["results"][0]["measured"] == {"...": 4, "..X": 2}
+
+
 def test_difference_is_zero_only_for_equal_bits_without_nan():
     one = torch.ones(3)
     assert difference(one, one.clone()) == 0

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
 
 import nybble
 from nybble.errors import translate
-from nybble.gate.aliasing.layers import BLOCK, Weight4Bit
+from nybble.gate.aliasing.layers import BLOCK, FIELDS, Weight4Bit
 from nybble.gate.aliasing.patterns import Keeps
 from nybble.quant_state import DTYPE_CODES, MODE_CODES, QUANT_TYPE_CODES
 
@@ -18,6 +20,30 @@ class Multiply(Protocol):
     """x [..., K], a weight [N, K] -> [..., N] in x's dtype."""
 
     def __call__(self, x: torch.Tensor, weight: Any) -> torch.Tensor: ...
+
+
+class Copies(Enum):
+    """What of an acquired layer an arm copies out of the slot before it computes. An op that keeps its weight on ctx
+    is cured exactly by copies of what it keeps, made when it keeps it.
+    """
+
+    NONE = "none"
+    FORWARD = "all, in the first forward"
+    RECOMPUTE = "all, in the recompute"
+    QUANTISED = "packed weights and scales, in the first forward"
+    REST = "norms, in the first forward"
+
+    def of(self, layer: dict[str, Any], recompute: bool) -> dict[str, Any]:
+        """The layer's weights and vectors, copied where this says so."""
+        if self is Copies.NONE or recompute != (self is Copies.RECOMPUTE):
+            return layer
+        return {name: self._copied(value) for name, value in layer.items()}
+
+    def _copied(self, value: Any) -> Any:
+        if isinstance(value, Weight4Bit):
+            parts = {} if self is Copies.REST else {field: getattr(value, field).clone() for field in FIELDS}
+            return dataclasses.replace(value, **parts)
+        return value if self is Copies.QUANTISED else value.clone()
 
 
 @dataclass(frozen=True)
@@ -31,6 +57,7 @@ class AliasingArm:
     checks: bool = False  # the ring tells nybble who owns a slot, and the op asks
     counted: bool = False  # runs nybble's C++ op, whose launches are counted
     dense: bool = False
+    copies: Copies = Copies.NONE
     not_run: str | None = None  # why this arm is left out
 
 

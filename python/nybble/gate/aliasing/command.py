@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 from nybble.gate.aliasing.gate import AliasingGate, run_on_one_thread
 from nybble.gate.aliasing.sabotage import SABOTAGES
@@ -21,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dim", type=int, default=64, help="in and out features of a weight, a multiple of 64")
     parser.add_argument("--tokens", type=int, default=8, help="rows of x")
     parser.add_argument("--repeats", type=int, help="runs of every arm in every cell; the worst counts")
-    parser.add_argument("--full", action="store_true", help="five repeats instead of one")
+    parser.add_argument("--backwards", type=int, help="steps of a run, on one ring; the worst counts")
+    parser.add_argument("--full", action="store_true", help="five runs of three backwards instead of one of one")
+    parser.add_argument("--cells", type=re.compile, metavar="REGEX", help="only the cells whose name it finds")
     parser.add_argument(
         "--bypass-pool",
         action="store_true",
@@ -35,13 +38,35 @@ def run(options: argparse.Namespace) -> int:
     """Runs the gate, prints its report, returns the exit code (runner.Verdict)."""
     sizes = Sizes(layers=options.layers, dim=options.dim, tokens=options.tokens)
     try:
-        gate = AliasingGate(device=options.device, slots=options.slots, sizes=sizes, bypass=options.bypass_pool)
+        gate = AliasingGate(
+            device=options.device,
+            slots=options.slots,
+            sizes=sizes,
+            bypass=options.bypass_pool,
+            backwards=options.backwards or (3 if options.full else 1),
+        )
     except ValueError as error:
         raise argparse.ArgumentError(None, str(error)) from None
+    left_out = keep_cells(gate, options.cells)
     if options.sabotage:
         SABOTAGES[options.sabotage](gate)
-    report = run_on_one_thread(gate, repeats=options.repeats or (5 if options.full else 1))
+    repeats = options.repeats or (5 if options.full else 1)
+    report = run_on_one_thread(gate, repeats=repeats)
+    report.not_run |= left_out
+    report.findings |= {"runs": repeats, "backwards_of_a_run": gate.backwards, "layer_mib": gate.layer_mib()}
     return finish(report, options, lines=render(report, gate.cells, gate.parts), parts=gate.parts)
+
+
+def keep_cells(gate: AliasingGate, wanted: re.Pattern | None) -> dict[str, str]:
+    """Drops the other cells; what that leaves out. Nothing left is a bad command line."""
+    kept = [cell for cell in gate.cells if wanted is None or wanted.search(cell.name)]
+    if not kept:
+        raise argparse.ArgumentError(
+            None, f"--cells {wanted.pattern}: expected a pattern that finds the name of a cell"
+        )
+    left_out = len(gate.cells) - len(kept)
+    gate.cells = kept
+    return {f"{left_out} cells": f"--cells {wanted.pattern}"} if left_out else {}
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """The packed base of a stack: per layer one blob of bytes in host memory, and the views that a slot of that layout has.
 
-    blob   | q: packed | absmax | nested_absmax | offset | pad to 256 | k: packed | ...
+    blob   | q: packed | absmax | nested_absmax | offset | pad to 256 | k: packed | ... | norm | ...
 
 Code tables are shared by every weight and stay resident, as they do in a real base.
 """
@@ -46,6 +46,7 @@ class Weight4Bit:
 
 
 FIELDS = ("packed", "absmax", "nested_absmax", "offset")
+VECTOR = "vector"
 
 
 class Base:
@@ -57,6 +58,7 @@ class Base:
         dense: True keeps dtype weights instead of NF4 (for the native arm).
         device: where the slots will be and weights are drawn; blobs are host memory, page-locked for CUDA.
         seed: of the weights, N(0, 1/K).
+        vectors: sizes by name of what else a layer streams, in dtype: norms, which reach torch's own ops.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class Base:
         device: torch.device,
         dtype: torch.dtype,
         seed: int,
+        vectors: dict[str, int] | None = None,
     ):
         self.shapes, self.layers, self.dense, self.device, self.dtype = dict(shapes), layers, dense, device, dtype
+        self.vectors = dict(vectors or {})
         self.parts: dict[tuple[str, str], Part] = {}
         self.blob_bytes = 0
         self.code = self.nested_code = None
@@ -80,6 +84,8 @@ class Base:
             for name, (n, k) in self.shapes.items():
                 weight = (torch.randn(n, k, generator=generator, device=device) / k**0.5).to(dtype)
                 tensors.update(self._tensors_of(name, weight))
+            for name, size in self.vectors.items():
+                tensors[name, VECTOR] = (1 + 0.2 * torch.randn(size, generator=generator, device=device)).to(dtype)
             if not self.parts:
                 self._lay_out(tensors)
             self.blobs.append(self._blob(tensors))
@@ -108,14 +114,15 @@ class Base:
         return blob
 
     def views(self, buffer: torch.Tensor) -> dict[str, Weight4Bit | torch.Tensor]:
-        """The weights that `buffer` (uint8 [blob_bytes]) holds, by name, as views."""
+        """The weights and vectors that `buffer` (uint8 [blob_bytes]) holds, by name, as views."""
         cut = {
             key: buffer[part.offset : part.offset + part.bytes].view(part.dtype).view(part.shape)
             for key, part in self.parts.items()
         }
+        vectors = {name: cut[name, VECTOR] for name in self.vectors}
         if self.dense:
-            return {name: cut[name, "weight"] for name in self.shapes}
-        return {
+            return vectors | {name: cut[name, "weight"] for name in self.shapes}
+        return vectors | {
             name: Weight4Bit(*(cut[name, field] for field in FIELDS), self.code, self.nested_code, shape, self.dtype)
             for name, shape in self.shapes.items()
         }

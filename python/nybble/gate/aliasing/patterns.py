@@ -18,6 +18,7 @@ layers and n slots, the layers that stay right are the last
     fixed,    weight on ctx, late copy, adapters on q,v               n
     fixed,    weight on ctx, prompt copy or an adapter on the last projection     L
     fixed,    scales on ctx                                           L
+    a private copy of the first forward's weight on ctx             L
     anything saved by save_for_backward, or a reentrant checkpoint    L
 
 (rolling: the recompute of layer L-1-b takes slot (L+b) mod n, which is the slot of layer L-1-a when a+b+1 = 0 mod n.
@@ -43,6 +44,11 @@ class Keeps(Enum):
     SAVED = "everything saved"  # save_for_backward: nybble's op, and torch's own
     SCALES_ON_CTX = "packed saved, scales on ctx"
     ALL_ON_CTX = "weight on ctx"
+    COPY_ON_CTX = "a private copy of the first forward's weight on ctx"
+
+    @property
+    def saves_nothing(self) -> bool:
+        return self in (Keeps.ALL_ON_CTX, Keeps.COPY_ON_CTX)
 
 
 @dataclass(frozen=True)
@@ -99,12 +105,12 @@ class SlotModel:
 
 def recompute_acquires(cell: Cell, keeps: Keeps) -> bool:
     """False where early stop ends the recompute at the last saved tensor, before the slot is filled."""
-    return cell.fill_first or keeps is not Keeps.ALL_ON_CTX or cell.mode is not Mode.EARLY_STOP
+    return cell.fill_first or not keeps.saves_nothing or cell.mode is not Mode.EARLY_STOP
 
 
 def reads_ctx(cell: Cell, keeps: Keeps) -> tuple[bool, bool]:
     """Whether ctx is read (before, after) the recompute of the layer."""
-    if keeps is Keeps.SAVED:
+    if keeps in (Keeps.SAVED, Keeps.COPY_ON_CTX):
         return False, False
     if keeps is Keeps.SCALES_ON_CTX:
         return False, True
@@ -138,7 +144,7 @@ def closed_form(cell: Cell, keeps: Keeps, layers: int) -> frozenset[int]:
     """The layers that the table above calls wrong: written apart from the model, so that each checks the other."""
     right = layers
     half = -(-cell.slots // 2)
-    if cell.bypass or cell.mode is Mode.REENTRANT or keeps is Keeps.SAVED:
+    if cell.bypass or cell.mode is Mode.REENTRANT or keeps in (Keeps.SAVED, Keeps.COPY_ON_CTX):
         pass
     elif cell.ring is Ring.ROLLING:
         right = half if recompute_acquires(cell, keeps) else cell.slots

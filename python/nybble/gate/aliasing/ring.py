@@ -12,18 +12,19 @@ import torch
 
 import nybble
 from nybble.gate.aliasing.cells import Cell, Ring
-from nybble.gate.aliasing.layers import Base
+from nybble.gate.aliasing.layers import Base, Weight4Bit
 
 
 class SlotRing:
     """Hands out a layer's weights as views of a recycled buffer.
 
-    On the CPU a late copy is one that is held back until acquire waits for it, the latest legal moment. On CUDA it is
-    an asynchronous copy on a side stream that first sleeps `sleep_cycles`; acquire makes the compute stream wait.
+    A late copy is one that is held back until acquire waits for it, the latest legal moment: no clock decides what a
+    gate sees. On CUDA copies run on a side stream; acquire makes the compute stream wait. (The race gate delays copies
+    by time.)
     """
 
-    def __init__(self, base: Base, cell: Cell, *, checks: bool, sleep_cycles: int = 0):
-        self.base, self.cell, self.sleep_cycles = base, cell, sleep_cycles
+    def __init__(self, base: Base, cell: Cell, *, checks: bool):
+        self.base, self.cell = base, cell
         count = base.layers if cell.bypass else cell.slots
         self.buffers = [torch.zeros(base.blob_bytes, dtype=torch.uint8, device=base.device) for _ in range(count)]
         self.views = [base.views(buffer) for buffer in self.buffers]
@@ -66,28 +67,27 @@ class SlotRing:
         self.loads += 1
         if self.owners is not None:
             self.owners.begin_fill(slot)
-        if self.on_cuda:
-            self._copy_on_side_stream(layer, slot)
-        elif self.cell.ring is not Ring.FIXED_HELD:
-            self.buffers[slot].copy_(self.base.blobs[layer])
+        if self.cell.ring is not Ring.FIXED_HELD:
+            self._copy(layer, slot)
+            if self.on_cuda and self.cell.ring is Ring.FIXED_PROMPT:
+                torch.cuda.current_stream(self.base.device).wait_event(self.arrived[slot])
 
-    def _copy_on_side_stream(self, layer: int, slot: int) -> None:
+    def _copy(self, layer: int, slot: int) -> None:
+        if not self.on_cuda:
+            self.buffers[slot].copy_(self.base.blobs[layer])
+            return
         compute = torch.cuda.current_stream(self.base.device)
         self.side.wait_stream(compute)  # reads of the slot's last content are enqueued there
         with torch.cuda.stream(self.side):
-            if self.cell.ring is Ring.FIXED_HELD and in_backward():
-                torch.cuda._sleep(self.sleep_cycles)
             self.buffers[slot].copy_(self.base.blobs[layer], non_blocking=True)
             self.arrived[slot] = self.side.record_event()
-        if self.cell.ring is Ring.FIXED_PROMPT:
-            compute.wait_event(self.arrived[slot])
 
     def _wait(self, layer: int, slot: int) -> None:
         if self.in_flight[slot] == layer:
+            if self.cell.ring is Ring.FIXED_HELD:
+                self._copy(layer, slot)
             if self.on_cuda:
                 torch.cuda.current_stream(self.base.device).wait_event(self.arrived[slot])
-            elif self.cell.ring is Ring.FIXED_HELD:
-                self.buffers[slot].copy_(self.base.blobs[layer])
         self.content[slot], self.in_flight[slot] = layer, None
         if self.owners is not None:
             self.owners.ready(slot, layer)
@@ -108,23 +108,13 @@ class Owners:
         self.pool.ready(self.slots[slot], self.uids[layer])
 
     def stamped(self, layer: int, views: dict) -> dict:
-        return {name: dataclasses.replace(weight, uid=self.uids[layer]) for name, weight in views.items()}
+        return {
+            name: dataclasses.replace(value, uid=self.uids[layer]) if isinstance(value, Weight4Bit) else value
+            for name, value in views.items()
+        }
 
     def close(self) -> None:
         self.pool.close()
-
-
-def sleep_cycles_per_ms(device: torch.device) -> float:
-    """Cycles of torch.cuda._sleep in a millisecond of this GPU; 0 on the CPU."""
-    if device.type != "cuda":
-        return 0.0
-    start, end, cycles = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True), 10_000_000
-    torch.cuda._sleep(cycles)
-    start.record()
-    torch.cuda._sleep(cycles)
-    end.record()
-    end.synchronize()
-    return cycles / start.elapsed_time(end)
 
 
 def in_backward() -> bool:

@@ -52,7 +52,7 @@ def other_path(gate: AliasingGate) -> None:
 
 def _edit(gate: AliasingGate, edit) -> None:
     run = gate._run
-    gate._run = lambda arm, cell: edit(run(arm, cell))
+    gate._run = lambda arm, cell, steps: [edit(outcome) for outcome in run(arm, cell, steps)]
 
 
 SABOTAGES = {

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from nybble.gate.aliasing.arms import Multiply
+from nybble.gate.aliasing.arms import Copies, Multiply
 from nybble.gate.aliasing.cells import Cell, Mode, Stack
-from nybble.gate.aliasing.ring import SlotRing
+from nybble.gate.aliasing.ring import SlotRing, in_backward
 
 RANK = 4
 ADAPTED = {
@@ -34,6 +34,10 @@ class Sizes:
         inner = self.dim * 2
         square = dict.fromkeys(("q", "k", "v", "o"), (self.dim, self.dim))
         return {**square, "gate": (inner, self.dim), "up": (inner, self.dim), "down": (self.dim, inner)}
+
+    def vectors(self, cell: Cell) -> dict[str, int]:
+        """Sizes of what else a layer streams: its norms."""
+        return dict.fromkeys(("norm", "ffn_norm"), self.dim) if cell.is_llama else {}
 
 
 @dataclass
@@ -82,14 +86,16 @@ class Step:
 class StreamedModel:
     """A stack of `sizes.layers` checkpointed layers whose weights pass through `ring`."""
 
-    def __init__(self, cell: Cell, sizes: Sizes, ring: SlotRing, multiply: Multiply):
-        self.cell, self.sizes, self.ring, self.multiply = cell, sizes, ring, multiply
+    def __init__(self, cell: Cell, sizes: Sizes, ring: SlotRing, multiply: Multiply, copies: Copies = Copies.NONE):
+        self.cell, self.sizes, self.ring, self.multiply, self.copies = cell, sizes, ring, multiply, copies
 
     def step(self, parameters: Parameters) -> Step:
         """One forward and one backward. Raises what the multiply raises."""
         region = self.llama_layer if self.cell.is_llama else self.linear_layer
         generator = torch.Generator().manual_seed(2)
         x = torch.randn(self.sizes.tokens, self.sizes.dim, generator=generator)
+        for value in (value for own in parameters.by_layer for value in own.values()):
+            value.grad = None
         entry = x = x.to(self.ring.base.device, self.ring.base.dtype).requires_grad_(True)
         outputs = []
         with set_checkpoint_early_stop(self.cell.mode is not Mode.NO_EARLY_STOP):  # read when a region is entered
@@ -111,14 +117,18 @@ class StreamedModel:
     def linear_layer(self, x: torch.Tensor, own: dict[str, torch.Tensor], index: int) -> torch.Tensor:
         """A trainable scale, then one multiply, whose backward computes the scale's gradient from the weight."""
         if self.cell.fill_first:
-            weight = self.ring.acquire(index)["weight"]
+            weight = self.acquire(index)["weight"]
             return self.multiply(x * own["scale"], weight)
         h = x * own["scale"]
-        return self.multiply(h, self.ring.acquire(index)["weight"])
+        return self.multiply(h, self.acquire(index)["weight"])
+
+    def acquire(self, index: int) -> dict:
+        """A layer's weights and vectors; private copies of what the arm copies."""
+        return self.copies.of(self.ring.acquire(index), in_backward())
 
     def llama_layer(self, x: torch.Tensor, own: dict[str, torch.Tensor], index: int) -> torch.Tensor:
         """Norm, causal attention, norm, SwiGLU. Attention is spelled out: its backward must be repeatable."""
-        weights = self.ring.acquire(index)
+        weights = self.acquire(index)
 
         def project(name: str, h: torch.Tensor) -> torch.Tensor:
             y = self.multiply(h, weights[name])
@@ -127,13 +137,13 @@ class StreamedModel:
             return y + (h @ own[f"{name}.A"].T) @ own[f"{name}.B"].T
 
         tokens = self.sizes.tokens
-        h = rms_norm(x)
+        h = rms_norm(x) * weights["norm"]
         q, k, v = (project(name, h).view(tokens, self.sizes.heads, -1).transpose(0, 1) for name in ("q", "k", "v"))
         scores = (q @ k.transpose(1, 2)) * q.shape[-1] ** -0.5
         future = torch.full((tokens, tokens), float("-inf"), device=x.device, dtype=x.dtype).triu(1)
         mixed = (scores + future).softmax(-1) @ v
         x = x + project("o", mixed.transpose(0, 1).reshape(tokens, -1))
-        h = rms_norm(x)
+        h = rms_norm(x) * weights["ffn_norm"]
         return x + project("down", torch.nn.functional.silu(project("gate", h)) * project("up", h))
 
 

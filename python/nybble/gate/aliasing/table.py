@@ -14,7 +14,10 @@ def render(report: Report, cells: list[Cell], parts: int) -> list[str]:
     by_cell: dict[str, list[Result]] = {}
     for result in report.results:
         by_cell.setdefault(result.cell, []).append(result)
-    lines = []
+    lines = [
+        f"{report.findings['runs']} runs of {report.findings['backwards_of_a_run']} backwards; a packed layer has "
+        + ", ".join(f"{mib:g} MiB ({kind})" for kind, mib in report.findings["layer_mib"].items())
+    ]
     if cells and cells[0].name in by_cell:
         lines += first_cell(by_cell[cells[0].name], cells[0], parts)
     lines += every_cell(by_cell, cells, parts)

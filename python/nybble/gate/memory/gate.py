@@ -162,7 +162,15 @@ class MemoryGate(CheckGate):
 
         def runner(ring_cell: RingCell, dense: bool) -> tuple[Base, Callable[..., None]]:
             shapes = sizes.weights(ring_cell)
-            base = Base(shapes, cell.layers, dense=dense, device=self.device, dtype=torch.bfloat16, seed=self.seed)
+            base = Base(
+                shapes,
+                cell.layers,
+                dense=dense,
+                device=self.device,
+                dtype=torch.bfloat16,
+                seed=self.seed,
+                vectors=sizes.vectors(ring_cell),
+            )
             ring = SlotRing(base, ring_cell, checks=False)
 
             def run(multiply) -> None:
