@@ -13,5 +13,6 @@ else
   "$python" -m ruff check .
   "$python" -m ruff format --check .
 fi
+"$python" benchmarks/harness/figures.py
 "$python" tools/check_style.py
 echo "lint: ok"

@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Numbers and plots that are told from records: are they what the records say?
+
+    python benchmarks/harness/figures.py            lists every figure that differs from its record; exit code 1
+    python benchmarks/harness/figures.py --write    puts the records' figures in
+
+In a Markdown file a figure stands between two comments: <!-- figure NAME -->89 µs<!-- /figure -->. NAME is one of
+FIGURES below. A plot is a file beside its record.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import re
+import sys
+
+import plot_gates
+import plot_linear
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+RECORDS = ROOT / "benchmarks" / "records"
+MARK = re.compile(r"<!-- figure (?P<name>[\w-]+) -->(?P<text>.*?)<!-- /figure -->", re.S)
+LARGE = 20_000_000  # weights; what the README calls a large weight
+
+
+@functools.cache
+def record(name: str) -> dict:
+    return json.loads((RECORDS / f"{name}.json").read_text())
+
+
+def span(values, digits: int = 2) -> str:
+    """The smallest and the largest."""
+    values = list(values)
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def linear_rows() -> list[dict]:
+    return [row for row in record("h200-linear")["rows"] if row["auto"]]
+
+
+def linear_time(arm: str) -> str:
+    """Of the forward of a 14336 x 4096 weight at 512 tokens."""
+    wanted = dict(n=14336, k=4096, m=512, direction="forward")
+    (row,) = (row for row in linear_rows() if wanted.items() <= row.items())
+    return f"{row[f'{arm}_us']:.0f} µs"
+
+
+def against_dense(first: int, last: float) -> str:
+    large = [row for row in linear_rows() if row["n"] * row["k"] >= LARGE]
+    return span(row["ratio_dense"] for row in large if first <= row["m"] <= last)
+
+
+def cpu_ratios(arm: str) -> list[float]:
+    return [cell[f"ratio to {arm}"]["median"] for cell in record("cpu-linear")["cells"]]
+
+
+def resident_ratio(tokens: int) -> str:
+    (row,) = (row for row in record("h200-resident-step")["rows"] if row["tokens"] == tokens)
+    return f"{row['ratio']:.2f}"
+
+
+def streamed_gradients() -> str:
+    cases = [case["exact"]["streamed"] for case in record("h200-stream")["cases"] if case["shape"] == "8b"]
+    worst = min(cases, key=lambda found: found["equal"])
+    return f"{worst['equal']} of {worst['compared']}"
+
+
+FIGURES = {
+    "linear-512-fused": lambda: linear_time("fused"),
+    "linear-512-bitsandbytes": lambda: linear_time("bnb"),
+    "linear-512-dense": lambda: linear_time("dense"),
+    "linear-bitsandbytes": lambda: span(row["ratio_bnb"] for row in linear_rows() if row["ratio_bnb"]),
+    "linear-dense-few": lambda: against_dense(1, 64),
+    "linear-dense-some": lambda: against_dense(128, 256),
+    "linear-dense-many": lambda: against_dense(512, float("inf")),
+    "cpu-bitsandbytes": lambda: f"{min(cpu_ratios('bitsandbytes')):.3f} to {max(cpu_ratios('bitsandbytes')):.2f}",
+    "cpu-dense": lambda: f"{max(cpu_ratios('dense')):.2f}",
+    "resident-8192": lambda: resident_ratio(8192),
+    "streamed-gradients": streamed_gradients,
+}
+
+
+def plots() -> dict[pathlib.Path, str]:
+    """Every plot that a record has, by the file that holds it."""
+    found = {RECORDS / "h200-linear.svg": plot_linear.svg(record("h200-linear"))}
+    for path in sorted(RECORDS.glob("*-gate-*.json")):
+        picture = plot_gates.svg(json.loads(path.read_text()))
+        if picture is not None:
+            found[path.with_suffix(".svg")] = picture
+    return found
+
+
+def filled(text: str) -> str:
+    """A page with every figure as its record has it. Raises KeyError for an unknown name."""
+    return MARK.sub(lambda found: f"<!-- figure {found['name']} -->{FIGURES[found['name']]()}<!-- /figure -->", text)
+
+
+def pages() -> list[pathlib.Path]:
+    return [
+        path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if MARK.search(path.read_text())
+    ]
+
+
+def stale() -> dict[pathlib.Path, str]:
+    """What every file that differs ought to hold."""
+    wanted = {path: filled(path.read_text()) for path in pages()} | plots()
+    return {path: text for path, text in wanted.items() if not path.is_file() or path.read_text() != text}
+
+
+def differences(path: pathlib.Path, wanted: str) -> list[str]:
+    """Figure by figure, for a page."""
+    if path.suffix == ".svg" or not path.is_file():
+        return [f"{path.relative_to(ROOT)} is not the plot of its record"]
+    pairs = zip(MARK.finditer(path.read_text()), MARK.finditer(wanted), strict=True)
+    return [
+        f"{path.relative_to(ROOT)}: {had['name']} is {had['text']!r}, its record says {has['text']!r}"
+        for had, has in pairs
+        if had["text"] != has["text"]
+    ]
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args(arguments)
+    found = stale()
+    for path, text in found.items():
+        print("\n".join(differences(path, text)), file=sys.stderr)
+        if options.write:
+            path.write_text(text)
+    if found and not options.write:
+        print("python benchmarks/harness/figures.py --write puts them in", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

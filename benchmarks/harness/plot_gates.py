@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""The plot of a gate's record, as SVG, for gates that measure along an axis: numerics, race, memory, share, speed.
+
+python benchmarks/harness/plot_gates.py benchmarks/records/h200-gate-numerics.json [--out FILE.svg]
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import sys
+
+from plot_linear import COLORS, line, text
+
+WIDTH, HEIGHT, LEFT, TOP = 640, 280, 70, 44
+ROW, BAR = 26, 330  # of bar charts
+
+
+class Scale:
+    """Data to pixels on one axis, linear or logarithmic."""
+
+    def __init__(self, values, begin: float, end: float, logarithmic: bool = False):
+        self.log, self.begin, self.end = logarithmic, begin, end
+        self.low, self.high = self._of(min(values)), self._of(max(values))
+
+    def _of(self, value):
+        return math.log2(value) if self.log else value
+
+    def __call__(self, value):
+        share = (self._of(value) - self.low) / ((self.high - self.low) or 1)
+        return self.begin + share * (self.end - self.begin)
+
+
+def picture(width, height, title, parts):
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'
+    ground = f'<rect width="{width}" height="{height}" fill="white"/>'
+    return "\n".join([head, ground, text(width / 2, 20, title, 13), *parts, "</svg>"]) + "\n"
+
+
+def machine(record):
+    return record["machine"].get("gpu", record["machine"]["cpu"])
+
+
+def dot(x, y, color, shape="circle"):
+    if shape == "circle":
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{color}" opacity="0.7"/>'
+    return f'<rect x="{x - 3:.1f}" y="{y - 3:.1f}" width="6" height="6" fill="{color}" opacity="0.7"/>'
+
+
+def axes(x, y, x_ticks, y_ticks, x_title, y_title):
+    parts = []
+    for value, label in y_ticks:
+        parts += [line(LEFT, y(value), LEFT + WIDTH, y(value), "#ddd"), text(LEFT - 6, y(value) + 4, label, 10, "end")]
+    for value, label in x_ticks:
+        parts += [
+            line(x(value), TOP + HEIGHT, x(value), TOP + HEIGHT + 4, "#444"),
+            text(x(value), TOP + HEIGHT + 17, label, 10),
+        ]
+    return [*parts, text(LEFT + WIDTH / 2, TOP + HEIGHT + 34, x_title), text(LEFT, TOP - 8, y_title, 11, "start")]
+
+
+def legend(names, top):
+    parts = []
+    for i, name in enumerate(names):
+        x, y = LEFT + i % 5 * 130, top + 16 * (i // 5)
+        parts += [line(x, y - 4, x + 18, y - 4, COLORS[i % len(COLORS)], 4), text(x + 24, y, name, anchor="start")]
+    return parts
+
+
+def numerics(record):
+    """Error against float64 over torch's, by tokens; a colour a path."""
+    rows = [row for row in record["results"] if row["arm"] == "auto" and row["values"]]
+    points = [(int(row["cell"].split()[2]), row["values"]["ratio"], row["values"]["path"]) for row in rows]
+    paths = sorted({path for *_, path in points})
+    tokens, ratios = [m for m, *_ in points], [ratio for _, ratio, _ in points]
+    x = Scale(tokens, LEFT, LEFT + WIDTH, True)
+    y = Scale([*ratios, 0.9, 1.06], TOP + HEIGHT, TOP)
+    ticks = [(m, str(m)) for m in (1, 4, 16, 64, 256, 1024, 4096, 16384) if m <= max(tokens)]
+    steps = [(0.9 + 0.05 * i, f"{0.9 + 0.05 * i:.2f}") for i in range(4)]
+    parts = axes(x, y, ticks, steps, "tokens", "error against float64 / that of dequantise + linear")
+    parts += [
+        line(LEFT, y(1.05), LEFT + WIDTH, y(1.05), "#c00", 1.4),
+        text(LEFT + WIDTH, y(1.05) - 4, "limit", 10, "end"),
+    ]
+    parts += [dot(x(m), y(ratio), COLORS[paths.index(path) % len(COLORS)]) for m, ratio, path in points]
+    title = f"numerics on {machine(record)}: {len(points)} multiplies"
+    return picture(LEFT + WIDTH + 30, TOP + HEIGHT + 70, title, parts + legend(paths, TOP + HEIGHT + 54))
+
+
+def race(record):
+    """Layer size against link rate: what the unsafe arm did, and the line at which a copy takes one visit."""
+    grid = record["findings"].get("size_against_rate")
+    if not grid:
+        return None
+    x = Scale([p["layer_bytes"] / 2**20 for p in grid], LEFT + 20, LEFT + WIDTH - 20, True)
+    y = Scale([p["copy_visits"] for p in grid] + [1.0], TOP + HEIGHT - 10, TOP + 10, True)
+    sizes = sorted({p["layer_bytes"] / 2**20 for p in grid})
+    ticks = [(2.0**e, f"{2.0**e:g}") for e in range(-6, 8, 2) if y.low <= e <= y.high]
+    parts = axes(x, y, [(s, f"{s:.2g} MiB") for s in sizes], ticks, "layer", "a copy's time in visits of a layer")
+    parts += [line(LEFT, y(1), LEFT + WIDTH, y(1), "#444", 1.4), text(LEFT + WIDTH, y(1) - 4, "prediction", 10, "end")]
+    names = {"right": 2, "wrong": 1, "mixed": 4}
+    for p in grid:
+        color, shape = COLORS[names[p["seen"]]], "rect" if p["seen"] == "wrong" else "circle"
+        parts.append(dot(x(p["layer_bytes"] / 2**20), y(p["copy_visits"]), color, shape))
+    parts.append(
+        text(LEFT, TOP + HEIGHT + 54, "squares: the unsafe arm's gradients were wrong; discs: right", anchor="start")
+    )
+    title = f"race on {machine(record)}: {record['findings']['explanation'].split(':')[0]}"
+    return picture(LEFT + WIDTH + 30, TOP + HEIGHT + 70, title, parts)
+
+
+def bars(title, rows):
+    """rows: (label, value, words, color)."""
+    parts, largest = [], max(value for _, value, *_ in rows)
+    for i, (label, value, words, color) in enumerate(rows):
+        y = TOP + ROW * i
+        width = BAR * value / largest
+        parts.append(text(LEFT + 210, y + 14, label, 11, "end"))
+        parts.append(
+            f'<rect x="{LEFT + 220}" y="{y}" width="{width:.1f}" height="{ROW - 8}" fill="{color}" opacity="0.8"/>'
+        )
+        parts.append(text(LEFT + 226 + width, y + 14, words, 11, "start"))
+    return picture(LEFT + 220 + BAR + 210, TOP + ROW * len(rows) + 14, title, parts)
+
+
+def timed(record):
+    """Tokens per second and peak memory of every arm."""
+    rows = [row for row in record["results"] if row["values"] and row["role"] != "control"]
+    found = []
+    for row in rows:
+        values = row["values"]
+        peak = f", {values['peak_bytes'] / 2**30:.2f} GiB" if "peak_bytes" in values else ""
+        color = COLORS[0] if row["role"] == "product" else COLORS[6]
+        words = f"{values['tokens_per_second']:.0f} tok/s{peak}"
+        found.append((f"{row['arm']}, {row['cell']}", values["tokens_per_second"], words, color))
+    return bars(f"{record['gate']} on {machine(record)}", found) if found else None
+
+
+def memory(record):
+    """Peaks of a model, streamed and with private copies, beside the formula."""
+    rows = [
+        row for row in record["results"] if "formula_bytes" in row["values"] or row["arm"] == "model of private copies"
+    ]
+    rows = [row for row in rows if row["values"]]
+    if not rows:
+        return None
+    found = []
+    for row in rows:
+        peak, formula = row["values"]["peak_bytes"] / 2**20, row["values"]["formula_bytes"] / 2**20
+        color = COLORS[0] if row["role"] == "product" else COLORS[1]
+        found.append((f"{row['arm']}, {row['cell']}", peak, f"{peak:.0f} MiB, formula {formula:.0f}", color))
+    return bars(f"peak of a step on {machine(record)}", found)
+
+
+PLOTS = {"numerics": numerics, "race": race, "share": timed, "speed": timed, "memory": memory}
+
+
+def svg(record) -> str | None:
+    """The picture of a record; None where a gate has none."""
+    return PLOTS[record["gate"]](record) if record["gate"] in PLOTS else None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=pathlib.Path)
+    parser.add_argument("--out", type=pathlib.Path, help="default: beside the record, .svg")
+    arguments = parser.parse_args()
+    drawn = svg(json.loads(arguments.record.read_text()))
+    if drawn is None:
+        print("this gate has nothing to plot", file=sys.stderr)
+        return 1
+    out = arguments.out or arguments.record.with_suffix(".svg")
+    out.write_text(drawn, encoding="utf-8")
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
