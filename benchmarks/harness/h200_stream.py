@@ -29,6 +29,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 
 import stream_limits as limits
 import stream_peer as peer
@@ -53,15 +54,12 @@ class Case:
         self.lengths = [int(length) for length in lengths.split(",")]
         self.device = torch.device(options.device)
         self.cuda = self.device.type == "cuda"
-        self.without_peer = peer.missing()
         self.arms = options.arms or [*RESIDENT, *STREAMED, *peer.ARMS]
-        if self.without_peer is not None:
-            self.arms = [arm for arm in self.arms if arm not in peer.ARMS]
         self.models = dict.fromkeys(RESIDENT, "resident") | dict.fromkeys(peer.ARMS, "peer")
         self.record = {"shape": self.shape, "adapters": self.targets, "rows": [], "skipped": [], "stack": []}
         self.record["steps"] = options.steps
-        if self.without_peer is not None:
-            self.record["no_peer"] = self.without_peer
+        if self.wanted(peer.ARMS) and (why := peer.missing()) is not None:
+            self.leave_out_peer(why)
 
     def sync(self) -> None:
         if self.cuda:
@@ -110,7 +108,16 @@ class Case:
         for tokens in self.lengths:
             self.measure_memory(self.resident, self.wanted(RESIDENT), tokens, *before)
         if self.wanted(peer.ARMS):
-            self.make_peer(store, folder / "peer")
+            try:
+                self.make_peer(store, folder / "peer")
+            except Exception as error:  # other people's code: the record does without it, and says so
+                traceback.print_exc()
+                self.leave_out_peer(f"{type(error).__name__}: {error}")
+
+    def leave_out_peer(self, why: str) -> None:
+        self.record["no_peer"] = why
+        self.arms = [arm for arm in self.arms if arm not in peer.ARMS]
+        self.record["rows"] = [row for row in self.record["rows"] if row["arm"] not in peer.ARMS]
 
     def make_peer(self, store: pathlib.Path, folder: pathlib.Path) -> None:
         self.clean()

@@ -17,6 +17,7 @@ from .._library import build_info
 from ..errors import StaleWeightError, UnsupportedError
 from ..quant_state import QUANT_TYPE_CODES, nested_table, table
 from . import modules, native, sharing, skeleton
+from .replicas import FrozenNames
 from .store import CheckpointStore
 from .visit import Fetcher, LayerVisit
 from .weights import StreamedWeight, Tables
@@ -317,6 +318,7 @@ def stream(
         torch.nn.Module.to(model, streamed.device)  # slots stay where they are
     _set_flags(base, config, streamed.device)
     base._nybble_streamed = streamed
+    base._ddp_params_and_buffers_to_ignore = FrozenNames(base)
     _live.add(streamed)
     checkpoint.close()
     return model
@@ -339,6 +341,7 @@ def unstream(model: torch.nn.Module) -> torch.nn.Module:
     streamed = base.__dict__.pop("_nybble_streamed", None)
     if streamed is None:
         raise ValueError("the model is not streamed, expected one that nybble.stream() returned")
+    del base._ddp_params_and_buffers_to_ignore
     streamed.unbind()
     _live.discard(streamed)
     return model

@@ -1,0 +1,88 @@
+"""Two ranks under torchrun: DDP over one host arena gives one process's gradients, and a rank that fails ends both."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+SCRIPT = pathlib.Path(__file__).with_name("ddp_rank.py")
+SUMMATION = 1e-5  # two halves of a batch are summed in another order than the whole, in float32
+LIMIT = 500  # seconds; mostly imports, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def store(stores):
+    if stores().device.type != "cpu":
+        pytest.skip("the ranks of this test share no GPU; a job with two GPUs runs the same script")
+    return stores()
+
+
+def torchrun(folder, store, *options) -> tuple[int, str]:
+    """Exit code, and what was printed."""
+    launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with open(folder / "log", "w+") as log:
+        command = [*launcher, SCRIPT, folder, store, *options]
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            code = process.wait(timeout=LIMIT)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        log.seek(0)
+        return code, log.read()
+
+
+@pytest.fixture(scope="module")
+def ranks(store, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ddp")
+    code, printed = torchrun(folder, store)
+    assert code == 0, printed[-2000:]
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_the_same_batch_on_both_ranks_gives_the_bits_of_one_process(ranks):
+    for found in ranks:
+        assert found["same"] == found["compared"] >= 20
+
+
+def test_a_split_batch_differs_by_the_order_of_sums(ranks):
+    for found in ranks:
+        assert found["split_difference"] <= SUMMATION
+        assert found["half_difference"] > 0.1  # the control: without the reduction it would be this
+
+
+def test_nothing_of_the_base_is_broadcast_or_held_twice(ranks):
+    first, second = ranks
+    assert first["files"] == second["files"] and len(first["files"]) == 1
+    for found in ranks:
+        assert 0 < found["adapter_bytes"] <= found["broadcast_bytes"]
+        assert found["broadcast_bytes"] <= found["adapter_bytes"] + 8 * found["buffer_bytes"] < found["host_bytes"]
+
+
+def test_a_rank_that_fails_ends_the_other(store, tmp_path):
+    code, printed = torchrun(tmp_path, store, "--fail-rank", "1")
+    assert code != 0 and "as it was told to" in printed
+    assert time.time() - float((tmp_path / "failed-at").read_text()) < 60
+    assert not list(tmp_path.glob("rank-*.json"))
+
+
+def test_the_base_is_broadcast_by_a_ddp_that_is_not_told(stores):
+    """The control of the broadcast test: which names DDP is told to leave alone, by any wrapper."""
+    import peft
+    from tiny_models import streamed_model, with_adapters
+
+    base = streamed_model(stores())
+    model = with_adapters(base)
+    for outer in (model, base):
+        left = set(outer._ddp_params_and_buffers_to_ignore)
+        named = dict(outer.named_parameters())
+        assert {name for name, p in named.items() if not p.requires_grad} <= left
+        assert not left & {name for name, p in named.items() if p.requires_grad}
+    assert isinstance(model, peft.PeftModel) and torch.is_tensor(next(model.parameters()))
