@@ -2,10 +2,12 @@
 
 torchrun --nproc-per-node 2 ddp_rank.py FOLDER STORE [--device cuda] [--fail-rank R]
 
-Writes FOLDER/rank-<r>.json. --fail-rank: that rank raises between two steps, after it wrote the time.
+Writes FOLDER/rank-<r>.json. --fail-rank: that rank then raises, after it wrote the time, where the others go on to a
+step that they can't finish without it.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -64,8 +66,21 @@ class Broadcasts:
         dist._broadcast_coalesced = self.real
 
 
+def deterministic(cuda: bool) -> contextlib.ExitStack:
+    """Attention that adds in one order, and the same algorithms in every step."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
+    torch.use_deterministic_algorithms(cuda, warn_only=True)
+    return stack
+
+
 def main() -> None:
     options = parse()
+    with deterministic(options.device == "cuda"):
+        run(options)
+
+
+def run(options) -> None:
     rank, cuda = int(os.environ["RANK"]), options.device == "cuda"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     torch.set_num_threads(1)
@@ -78,18 +93,15 @@ def main() -> None:
     ids = torch.randint(3, 96, (2, options.tokens), generator=generator).to(device)
     own = ids[rank : rank + 1]
 
-    alone, half_alone = gradients(model, ids), gradients(model, own)
+    alone, again, half_alone = gradients(model, ids), gradients(model, ids), gradients(model, own)
     with Broadcasts() as broadcasts:
         ddp = DistributedDataParallel(model, device_ids=[device.index] if cuda else None)
-        same = gradients(ddp, ids)
-        if options.fail_rank == rank:
-            (options.folder / "failed-at").write_text(str(time.time()))
-            raise RuntimeError("this rank fails, as it was told to")
-        split = gradients(ddp, own)
+        same, split = gradients(ddp, ids), gradients(ddp, own)
 
     maps = [line.split() for line in pathlib.Path("/proc/self/maps").read_text().splitlines() if "memfd:nybble" in line]
     result = {
         "compared": len(alone),
+        "again": equal(again, alone),
         "same": equal(same, alone),
         "split_difference": difference(split, alone),
         "half_difference": difference(half_alone, alone),  # what split would be without the reduction
@@ -101,6 +113,12 @@ def main() -> None:
     }
     (options.folder / f"rank-{rank}.json").write_text(json.dumps(result))
     dist.barrier()
+    if options.fail_rank == rank:
+        (options.folder / "failed-at").write_text(str(time.time()))
+        raise RuntimeError("this rank fails, as it was told to")
+    if options.fail_rank is not None:
+        gradients(ddp, own)
+        (options.folder / "went-on").write_text("")
     dist.destroy_process_group()
 
 
