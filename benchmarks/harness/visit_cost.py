@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What streaming costs the host per layer visit, in microseconds, without the copies.
 
-    python benchmarks/harness/visit_cost.py [--device cpu|cuda] [--rounds 9] [--json] [--pieces-only]
+    python benchmarks/harness/visit_cost.py [--device cpu|cuda] [--rounds 9] [--json] [--record PATH] [--pieces-only]
 
 Pieces: the layers are 4 KiB, so a refill's copy is nothing; what is left is bookkeeping: two calls into the core
 (acquire, release), the state machine, waking the copy thread or enqueuing a copy and its events, autograd's version
@@ -14,9 +14,11 @@ the streamed step / visits. Where it goes: the step profiled, own time by packag
 
 import argparse
 import json
+import os
 import pathlib
 import platform
 import statistics
+import sys
 import tempfile
 import time
 
@@ -151,6 +153,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--record", type=pathlib.Path, metavar="PATH", help="also write PATH.json and PATH.md")
     parser.add_argument("--pieces-only", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -159,26 +162,45 @@ def main() -> None:
     results = {name: microseconds(body, options.calls, options.rounds) for name, body in pieces(device).items()}
     step = None if options.pieces_only else step_cost(device, options.rounds)
     machine = {"python": platform.python_version(), "torch": torch.__version__, **nybble.build_info()}
-    if options.json:
-        record = {"machine": machine, "device": options.device, "rounds": options.rounds, "calls": options.calls}
-        print(json.dumps({**record, "us": results, "step_us_per_visit": step}))
-        return
-    print(f"{'microseconds per call':52}  {'best':>7}  {'median':>7}")
-    for name, (best, median) in results.items():
-        print(f"{name:52}  {best:7.2f}  {median:7.2f}")
-    if step:
-        print(
-            f"training step of {STEP_LAYERS} layers, per visit: added {step['added']:.1f} us, "
-            f"total {step['total']:.1f} us, resident {step['resident']:.1f} us; quartiles of what is added "
-            + " to ".join(f"{value:.1f}" for value in step["added_quartiles"])
-        )
-        profiled = sum(row["us"] for row in step["where"].values())
-        print(f"where a visit's {profiled:.0f} us go when profiled (Python calls cost more then):")
-        for name, row in step["where"].items():
-            print(f"  {100 * row['us'] / profiled:5.1f}%  {row['calls']:7.1f} calls  {name}")
-        print("one projection, us a call:")
-        for name, us in step["projection"].items():
-            print(f"  {us:8.1f}  {name}")
+    record = {
+        "command": " ".join(["visit_cost.py", *arguments_without(options.record)]),
+        "commit": os.environ.get("NYBBLE_COMMIT"),
+        "machine": {key: value for key, value in machine.items() if key != "library"},
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "us": results,
+        "step_us_per_visit": step,
+    }
+    if options.record:
+        options.record.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+        head = f"# The host's time of a streamed visit, {record['device']}\n\n`{record['command']}`, commit "
+        head += f"{record['commit']}; torch {machine['torch']}, Python {machine['python']}.\n\n```\n"
+        options.record.with_suffix(".md").write_text(head + "\n".join(lines(record)) + "\n```\n")
+    print(json.dumps(record) if options.json else "\n".join(lines(record)))
+
+
+def arguments_without(path: pathlib.Path | None) -> list[str]:
+    """The command line but for where the record goes."""
+    return [argument for argument in sys.argv[1:] if argument not in ("--record", str(path))]
+
+
+def lines(record: dict) -> list[str]:
+    found = [f"{'microseconds per call':52}  {'best':>7}  {'median':>7}"]
+    found += [f"{name:52}  {best:7.2f}  {median:7.2f}" for name, (best, median) in record["us"].items()]
+    step = record["step_us_per_visit"]
+    if step is None:
+        return found
+    profiled = sum(row["us"] for row in step["where"].values())
+    return [
+        *found,
+        f"training step of {STEP_LAYERS} layers, per visit: total {step['total']:.1f} us, "
+        f"resident {step['resident']:.1f} us",
+        f"added by streaming, per visit: {step['added']:.1f} us, quartiles "
+        + " to ".join(f"{value:.1f}" for value in step["added_quartiles"]),
+        f"where a visit's {profiled:.0f} us go when profiled (Python calls cost more then):",
+        *(f"  {100 * r['us'] / profiled:5.1f}%  {r['calls']:7.1f} calls  {name}" for name, r in step["where"].items()),
+        "one projection, us a call:",
+        *(f"  {us:8.1f}  {name}" for name, us in step["projection"].items()),
+    ]
 
 
 if __name__ == "__main__":

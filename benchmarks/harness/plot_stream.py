@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""The plot of a record of h200_stream.py: step time of every arm, by case and length, as SVG.
+
+    python benchmarks/harness/plot_stream.py benchmarks/records/h200-stream.json [--out FILE.svg]
+
+A bar is the median of the rounds, the line across its end reaches from the fastest to the slowest. Bars of one length
+are scaled to its slowest arm; ablations, which compute nonsense, are grey.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+from plot_gates import picture
+from plot_linear import COLORS, line, text
+
+ROW, LEFT, BAR, RIGHT = 18, 170, 420, 110
+RESIDENT, STREAMED, PEER, GARBAGE = COLORS[0], COLORS[2], COLORS[1], COLORS[6]
+
+
+def color(row: dict) -> str:
+    if row["garbage"]:
+        return GARBAGE
+    return next((c for start, c in (("resident", RESIDENT), ("peer", PEER)) if row["arm"].startswith(start)), STREAMED)
+
+
+def bars(rows: list[dict], top: float) -> list[str]:
+    longest = max(max(row["rounds_ms"]) for row in rows)
+    parts = []
+    for index, row in enumerate(rows):
+        y = top + ROW * index
+        scale = BAR / longest
+        low, high = (LEFT + scale * edge(row["rounds_ms"]) for edge in (min, max))
+        width = f'width="{scale * row["step_ms"]:.1f}" height="{ROW - 6}"'
+        parts += [
+            text(LEFT - 8, y + ROW - 8, row["arm"], 11, "end"),
+            f'<rect x="{LEFT}" y="{y:.1f}" {width} fill="{color(row)}" opacity="0.75"/>',
+            line(low, y + (ROW - 6) / 2, high, y + (ROW - 6) / 2, "#222", 1.2),
+            text(LEFT + BAR + 8, y + ROW - 8, f"{row['step_ms']:.1f} ms, {row['tok_s']:.0f} tok/s", 10, "start"),
+        ]
+    return parts
+
+
+def svg(record: dict) -> str:
+    """The whole picture. Raises ValueError for a record without a timed row."""
+    parts, y = [], 44.0
+    for case in record["cases"]:
+        for tokens in sorted({row["tokens"] for row in case["rows"]}):
+            rows = [row for row in case["rows"] if row["tokens"] == tokens and "step_ms" in row]
+            if not rows:
+                continue
+            title = f"{case['shape']}, adapters on {case['adapters']}, {tokens} tokens a step"
+            parts.append(text(LEFT, y + 12, title, 12, "start"))
+            parts += bars(sorted(rows, key=lambda row: row["step_ms"]), y + 22)
+            y += 22 + ROW * len(rows) + 14
+    if not parts:
+        raise ValueError("the record has no timed row")
+    return picture(
+        LEFT + BAR + RIGHT + 40, round(y) + 6, f"A training step by arm, {record['machine']['device']}", parts
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=pathlib.Path)
+    parser.add_argument("--out", type=pathlib.Path, help="default: beside the record, .svg")
+    arguments = parser.parse_args()
+    out = arguments.out or arguments.record.with_suffix(".svg")
+    out.write_text(svg(json.loads(arguments.record.read_text())), encoding="utf-8")
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
