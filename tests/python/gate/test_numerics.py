@@ -1,5 +1,7 @@
 """The numerics gate: its measures by hand, its boundaries, its controls one by one, every exit code."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -43,6 +45,17 @@ def test_exit_code_of_every_sabotage(capsys, sabotage, code):
     assert f"(exit {code}, " in capsys.readouterr().out
 
 
+def test_where_the_plan_dequantises_no_fault_is_put_into_a_fused_multiply():
+    gate = NumericsGate("cpu", Sizes(((33, 65),), (2,), largest=2, seeds=2))
+    cell = next(cell for cell in gate.cells if cell.m == 2 and cell.seed == 0)
+    planned = dataclasses.replace(cell, plan=plan("dequant"))
+    arms = {arm.name for arm in gate.arms if gate.runs(arm, planned)}
+    assert arms == {"auto", "dequant", "torch on a dense weight", "dequant, flipped nibble"}
+    assert all(gate.runs(arm, cell) for arm in gate.arms)
+    later = dataclasses.replace(cell, seed=1)
+    assert {arm.role for arm in gate.arms if gate.runs(arm, later)} == {"product", "native"}
+
+
 def test_too_few_rows_for_a_record_is_wrong():
     gate = NumericsGate("cpu", Sizes(((33, 65),), (1,), largest=2, rows_wanted=400))
     report = run_checks(gate)
@@ -74,6 +87,8 @@ def test_ulp_counts_representable_values():
     assert steps[1] == steps[2] == 0 and steps[4] - steps[3] == 1 and steps[0] == -steps[3]
     found = difference(values, values.flip(0))
     assert found.max_abs == 2.0078125 and found.max_ulp == 2 * steps[3] + 1 and found.equal_share == pytest.approx(0.2)
+    same = torch.ones(38187, dtype=torch.bfloat16)
+    assert difference(same, same.clone()).equal_share == 1
     with pytest.raises(ValueError, match="not empty"):
         difference(torch.empty(0), torch.empty(0))
 
