@@ -14,6 +14,7 @@ import torch
 
 from nybble import build_info
 
+MANY = 500  # rows, above which a record counts its controls instead of listing them
 SCHEMA = Path(__file__).with_name("report.schema.json")
 
 
@@ -22,19 +23,33 @@ def write(
 ) -> None:
     """Writes `path`.json and `path`.md (a suffix of path is dropped). arguments: of `python -m nybble.gate`."""
     whole = {**provenance(arguments), **data, "notes": list(notes)}
-    whole["results"] = [compact(result) for result in data["results"]]
+    many = len(data["results"]) > MANY
+    if many:
+        whole["results"], whole["controls_as_predicted"] = without_controls(data["results"])
+    whole["results"] = [compact(result, many) for result in whole["results"]]
     stem = path.with_suffix("") if path.suffix in (".json", ".md") else path
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_name(stem.name + ".json").write_text(as_text(whole))
     stem.with_name(stem.name + ".md").write_text(page(whole, list(text), stem.name))
 
 
-def compact(result: dict[str, Any]) -> dict[str, Any]:
-    """A judged row without what its verdict does not need: numbers of controls, words of checks that hold."""
+def without_controls(results: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """(rows without the controls that did as predicted, how many of these there were by arm)."""
+    kept, counts = [], {}
+    for result in results:
+        if result["role"] == "control" and result["as_expected"] and not result["faults"]:
+            counts[result["arm"]] = counts.get(result["arm"], 0) + 1
+        else:
+            kept.append(result)
+    return kept, counts
+
+
+def compact(result: dict[str, Any], many: bool = False) -> dict[str, Any]:
+    """A judged row without the words of checks that hold, and where there are many without numbers of controls."""
     if "checks" not in result:
         return result
     words = {name: {**c, "found": "" if c["holds"] else c["found"]} for name, c in result["checks"].items()}
-    return {**result, "checks": words, "values": {} if result["role"] == "control" else result["values"]}
+    return {**result, "checks": words, "values": {} if many and result["role"] == "control" else result["values"]}
 
 
 def provenance(arguments: Sequence[str]) -> dict[str, Any]:
