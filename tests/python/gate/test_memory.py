@@ -1,5 +1,7 @@
 """The memory gate: every exit code, and what its measures see."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,8 +11,11 @@ from nybble.gate.memory import command
 from nybble.gate.memory.gate import MIB, MemoryGate, Sizes
 from nybble.gate.memory.peaks import ResidentPeak, StorageLedger, bytes_of
 from nybble.gate.runner import Verdict
+from nybble.gate.training.needs import missing
+from nybble.gate.training.store import Shape
 
 STEPS = Sizes((), (3, 5), dim=64, tokens=4)
+MODEL = Sizes((), (3,), 64, 4, (2,), Shape(128, 128, 3, 4, 2, 32))
 MULTIPLY = Sizes(((2880, 8192, 1),), (), dim=64, tokens=4)
 needs_resident_peak = pytest.mark.skipif(ResidentPeak().fault() is not None, reason="no resettable high-water mark")
 
@@ -29,6 +34,27 @@ def test_a_multiply_holds_no_dense_weight_and_dequant_does():
     report = run_checks(MemoryGate("cpu", MULTIPLY))
     assert report.verdict == Verdict.OK
     assert all(r.values["held_bytes"] > 40 * MIB for r in report.results if r.arm == "dequant")
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_a_streamed_model_keeps_to_its_formula_and_private_copies_grow_with_the_model(monkeypatch, capsys):
+    gate = MemoryGate("cpu", dataclasses.replace(MODEL, layers=(3, 5)))
+    report = run_checks(gate)
+    assert [c.found for r in report.results for c in r.checks if not c.holds and r.role == "product"] == []
+    assert report.verdict == Verdict.OK
+    over = {
+        r.arm: [
+            (v["peak_bytes"] - v["formula_bytes"]) / v["layer_bytes"]
+            for v in (s.values for s in report.results if s.arm == r.arm)
+        ]
+        for r in report.results
+    }
+    assert max(map(abs, over["streamed model"])) < 0.25
+    first, second = over["model of private copies"]
+    assert first > 2 and second - first == pytest.approx(2, abs=0.5)
+    monkeypatch.setitem(command.SIZES, ("cpu", False), MODEL)
+    assert main(["memory", "--device", "cpu", "--sabotage", "copying-model"]) == 1
+    assert "formula" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("sabotage", "code"), [("copying-product", 1), ("cured-controls", 2), ("nothing-compared", 3)])

@@ -12,7 +12,7 @@ from nybble.gate.checks import CheckArm
 from nybble.gate.multiply import Weight, multiply
 from nybble.gate.runner import Role
 
-HELD, WORKSPACE, WINDOW = "held", "workspace", "window"
+HELD, WORKSPACE, WINDOW, FORMULA = "held", "workspace", "window", "formula"
 
 
 def fused(direction: str, operand: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -46,6 +46,14 @@ def multiply_arms() -> list[CheckArm]:
     return [
         CheckArm("auto", Role.PRODUCT.value, fused),
         CheckArm("dequant", Role.CONTROL.value, dequant, must=frozenset({HELD})),
+    ]
+
+
+def model_arms() -> list[CheckArm]:
+    """Of a step of a model under nybble.stream. act: whether its linears keep private copies."""
+    return [
+        CheckArm("streamed model", Role.PRODUCT.value, lambda: False),
+        CheckArm("model of private copies", Role.CONTROL.value, lambda: True, must=frozenset({FORMULA})),
     ]
 
 

@@ -10,13 +10,14 @@ from nybble.gate.checks import Row, run_checks
 from nybble.gate.memory.gate import MIB, MemoryGate, Sizes
 from nybble.gate.runner import Report
 from nybble.gate.sabotage import nothing_compared
+from nybble.gate.training.store import Shape
 
 LARGE = ((8192, 8192, 1), (8192, 8192, 64), (8192, 8192, 512), (14336, 4096, 2048), (28672, 8192, 4096))
 SIZES = {
-    ("cpu", False): Sizes(((3072, 8192, 2),), (4, 8), dim=128, tokens=4),
-    ("cpu", True): Sizes(((4096, 8192, 2), (8192, 8192, 16)), (4, 8, 16), 256, 4, (2, 3)),
-    ("cuda", False): Sizes(LARGE[:4], (4, 8), dim=2048, tokens=64),
-    ("cuda", True): Sizes(LARGE, (4, 8, 16), 4096, 256, (2, 3, 4)),
+    ("cpu", False): Sizes(((3072, 8192, 2),), (4, 8), dim=128, tokens=4, model=Shape(128, 256, 4, 4, 2, 64)),
+    ("cpu", True): Sizes(((4096, 8192, 2), (8192, 8192, 16)), (4, 8, 16), 256, 4, (2, 3), Shape(256, 512, 4, 4, 2, 64)),
+    ("cuda", False): Sizes(LARGE[:4], (4, 8), dim=2048, tokens=64, model=Shape(2048, 5632, 4, 16, 4, 4096)),
+    ("cuda", True): Sizes(LARGE, (4, 8, 16), 4096, 256, (2, 3, 4), Shape(4096, 14336, 4, 32, 8, 8192)),
 }
 
 
@@ -30,9 +31,14 @@ def copying_product(gate: MemoryGate) -> None:
     gate.step_arms[0] = dataclasses.replace(gate.step_arms[0], act=gate.step_arms[1].act)
 
 
+def copying_model(gate: MemoryGate) -> None:
+    """The streamed model's linears keep private copies: exit 1."""
+    gate.model_arms[0] = dataclasses.replace(gate.model_arms[0], act=gate.model_arms[1].act)
+
+
 def cured_controls(gate: MemoryGate) -> None:
     """Every control does what the product of its own cells does: exit 2."""
-    for name in ("multiply_arms", "step_arms"):
+    for name in ("multiply_arms", "step_arms", "model_arms"):
         product, control = getattr(gate, name)
         setattr(gate, name, [product, dataclasses.replace(control, act=product.act)])
 
@@ -40,6 +46,7 @@ def cured_controls(gate: MemoryGate) -> None:
 SABOTAGES = {
     "dense-product": dense_product,
     "copying-product": copying_product,
+    "copying-model": copying_model,
     "cured-controls": cured_controls,
     "nothing-compared": nothing_compared,
 }
@@ -60,14 +67,18 @@ def run(options: argparse.Namespace) -> int:
 
 def table(report: Report) -> list[str]:
     """Bytes by cell, in MiB."""
-    lines = [f"{'cell':<34} {'arm':<16} {'held':>10} {'beside':>40}"]
+    lines = [f"{'cell':<34} {'arm':<24} {'held or peak':>12} {'beside':>48}"]
     for row in (r for r in report.results if isinstance(r, Row) and r.values):
         v = row.values
+        if "formula_bytes" in v:
+            beside = f"formula {v['formula_bytes'] / MIB:.2f}, a layer {v['layer_bytes'] / MIB:.2f} MiB"
+            lines.append(f"{row.cell:<34} {row.arm:<24} {v['peak_bytes'] / MIB:>8.2f} MiB {beside:>48}")
+            continue
         if "dense_bytes" in v:
             beside = (
                 f"workspace {v['workspace_bytes'] / MIB:.2f}, dense W {v['dense_bytes'] / MIB:.0f} MiB ({v['path']})"
             )
         else:
             beside = f"reference {v['reference_bytes'] / MIB:.2f}, a layer {v['layer_bytes'] / MIB:.2f} MiB"
-        lines.append(f"{row.cell:<34} {row.arm:<16} {v['held_bytes'] / MIB:>6.2f} MiB {beside:>40}")
+        lines.append(f"{row.cell:<34} {row.arm:<24} {v['held_bytes'] / MIB:>8.2f} MiB {beside:>48}")
     return lines

@@ -18,25 +18,29 @@ from nybble.gate.aliasing.stacks import StreamedModel, make_parameters
 from nybble.gate.checks import Check, CheckArm, CheckGate, Judged
 from nybble.gate.dispatch import Plan, plan_of
 from nybble.gate.memory import arms
-from nybble.gate.memory.arms import HELD, WINDOW, WORKSPACE
+from nybble.gate.memory.arms import FORMULA, HELD, WINDOW, WORKSPACE
 from nybble.gate.memory.peaks import ResidentPeak, cuda_held, step_held
 from nybble.gate.multiply import FORWARD, GRAD_INPUT, Weight, random_operand, random_weight
+from nybble.gate.training.needs import missing
+from nybble.gate.training.store import Shape
 
 MIB = 1 << 20
 LARGEST_WORKSPACE = 32 * MIB  # plus a 32nd of dense W, for expanded scales
 CPU_PANELS = 32 * MIB  # of dense W that the CPU multiply may hold, all threads together
+CONSTANT_OF_A_LAYER = 4  # a streamed peak may exceed its formula by a layer's bytes over this
 SLACK = {"cuda": 64 << 10, "cpu": 10 * MIB}  # what the measure itself cannot tell apart
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """multiplies: (N, K, M). layers, dim, tokens, windows: of the streamed stack."""
+    """multiplies: (N, K, M). layers, dim, tokens, windows: of the streamed stack, and of the model."""
 
     multiplies: Sequence[tuple[int, int, int]]
     layers: Sequence[int]
     dim: int
     tokens: int
     windows: Sequence[int] = (2,)
+    model: Shape | None = None  # under nybble.stream, with each of `layers`
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,18 @@ class StepCell:
         return f"{self.layers} layers, window {self.window}"
 
 
+@dataclass(frozen=True)
+class ModelCell:
+    """One step of a Llama under nybble.stream."""
+
+    shape: Shape
+    window: int
+
+    @property
+    def name(self) -> str:
+        return f"Llama of {self.shape.layers} layers, window {self.window}"
+
+
 @dataclass
 class Step:
     """What the arms of a step cell share. held: by the reference, beside its weights. workspace: of one multiply."""
@@ -83,7 +99,7 @@ class MemoryGate(CheckGate):
 
     def __init__(self, device: str, sizes: Sizes, seed: int = 0):
         self.device, self.sizes, self.seed = torch.device(device), sizes, seed
-        self.multiply_arms, self.step_arms = arms.multiply_arms(), arms.step_arms()
+        self.multiply_arms, self.step_arms, self.model_arms = arms.multiply_arms(), arms.step_arms(), arms.model_arms()
         self.left_out: dict[str, str] = {}
         self._weights: dict[tuple[int, int], Weight] = {}
         fault = None if device == "cuda" else ResidentPeak().fault()
@@ -92,18 +108,30 @@ class MemoryGate(CheckGate):
         ways = () if fault else (FORWARD, GRAD_INPUT)
         self.cells = [MultiplyCell(n, k, m, way) for n, k, m in sizes.multiplies for way in ways]
         self.cells += [StepCell(layers, window) for layers in sizes.layers for window in sizes.windows]
+        self.cells += self._model_cells()
+
+    def _model_cells(self) -> list[ModelCell]:
+        shape = self.sizes.model
+        why = missing() if shape is not None else "--device and --full choose sizes without one"
+        if why is not None:
+            self.left_out["peak of a model under nybble.stream"] = why
+            return []
+        shapes = [dataclasses.replace(shape, layers=layers) for layers in self.sizes.layers]
+        return [ModelCell(own, window) for own in shapes for window in self.sizes.windows]
 
     @property
     def arms(self) -> list[CheckArm]:
-        return self.multiply_arms + self.step_arms
+        return self.multiply_arms + self.step_arms + self.model_arms
 
     @arms.setter
     def arms(self, arms: Sequence[CheckArm]) -> None:
-        split = len(self.multiply_arms)
-        self.multiply_arms, self.step_arms = list(arms[:split]), list(arms[split:])
+        first, second = len(self.multiply_arms), len(self.multiply_arms) + len(self.step_arms)
+        self.multiply_arms, self.step_arms = list(arms[:first]), list(arms[first:second])
+        self.model_arms = list(arms[second:])
 
     def runs(self, arm: CheckArm, cell) -> bool:
-        return arm in (self.multiply_arms if isinstance(cell, MultiplyCell) else self.step_arms)
+        own = {MultiplyCell: self.multiply_arms, StepCell: self.step_arms, ModelCell: self.model_arms}
+        return arm in own[type(cell)]
 
     def prepare(self, cell):
         if isinstance(cell, MultiplyCell):
@@ -114,6 +142,10 @@ class MemoryGate(CheckGate):
                 random_operand(cell.m, columns, self.device, self.seed),
                 plan_of(weight, cell.m, cell.direction),
             )
+        if isinstance(cell, ModelCell):
+            from nybble.gate.memory.model import measured
+
+            return measured(cell.shape, self.sizes.tokens, cell.window, self.device, self.seed)
         return self._step(cell)
 
     def _weight(self, n: int, k: int) -> Weight:
@@ -124,6 +156,8 @@ class MemoryGate(CheckGate):
     def judge(self, arm: CheckArm, cell, shared) -> Judged:
         if isinstance(cell, MultiplyCell):
             return self._judge_multiply(arm, cell, *shared)
+        if isinstance(cell, ModelCell):
+            return self._judge_model(arm, cell, shared)
         held = step_held(lambda: shared.run(arm.act), self.device)
         limit = shared.held + shared.workspace + shared.layer_bytes // 2
         found = (
@@ -132,6 +166,16 @@ class MemoryGate(CheckGate):
         )
         values = {"held_bytes": held, "reference_bytes": shared.held, "layer_bytes": shared.layer_bytes}
         return Judged([Check(WINDOW, held <= limit, found)], 1, values)
+
+    def _judge_model(self, arm: CheckArm, cell: ModelCell, shared) -> Judged:
+        peak, formula = shared.peak(arm.act()), shared.formula(cell.window)
+        limit = formula + shared.layer // CONSTANT_OF_A_LAYER
+        found = (
+            f"peak {peak} bytes; resident {shared.resident_peak} - packed base {shared.base} + {cell.window} layers of "
+            f"{shared.layer} = {formula}, {(peak - formula) / shared.layer:+.2f} layers; at most {limit}"
+        )
+        values = {"peak_bytes": peak, "formula_bytes": formula, "layer_bytes": shared.layer, "base_bytes": shared.base}
+        return Judged([Check(FORMULA, peak <= limit, found)], 1, values)
 
     def _judge_multiply(self, arm: CheckArm, cell: MultiplyCell, weight, operand, plan: Plan) -> Judged:
         def call() -> torch.Tensor:

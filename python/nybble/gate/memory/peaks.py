@@ -91,7 +91,46 @@ class StorageLedger(TorchDispatchMode):
 
 
 def _counts(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.numel() > 0 and leaf.layout is torch.strided
+    strided = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    return strided and leaf.numel() > 0 and leaf.device.type != "meta"
+
+
+class Account:
+    """Bytes of everything that torch made since the block began and that is alive at once: by the allocator on CUDA, by
+    storages on the CPU.
+    """
+
+    def __init__(self, device: torch.device):
+        self.ledger = StorageLedger() if device.type != "cuda" else None
+        self.before = 0
+
+    def __enter__(self) -> Account:
+        gc.collect()
+        if self.ledger is not None:
+            self.ledger.__enter__()
+        else:
+            torch.cuda.synchronize()
+            self.before = torch.cuda.memory_allocated()
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self.ledger is not None:
+            self.ledger.__exit__(*error)
+
+    def restart(self) -> None:
+        """The peak counts from here; what is alive stays in it."""
+        gc.collect()
+        if self.ledger is not None:
+            self.ledger.peak = 0
+        else:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        if self.ledger is not None:
+            return self.ledger.peak
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - self.before
 
 
 def step_held(call: Callable[[], Any], device: torch.device) -> int:

@@ -72,19 +72,33 @@ class UnrepairedLinear4bit(StreamedLinear4bit):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self._nybble_weight
         uid = weight.uid if self.checked else None
-        return WeightOnCtx.apply(x.to(self.compute_dtype), weight.tensors, uid, weight.spec).to(x.dtype)
+        return WeightOnCtx.apply(x.to(self.compute_dtype), self.kept(weight.tensors), uid, weight.spec).to(x.dtype)
+
+    def kept(self, tensors: tuple) -> tuple:
+        return tensors
+
+
+class CopyingLinear4bit(UnrepairedLinear4bit):
+    """The repair by private copies: every forward keeps one of its weight. Right gradients, the model's memory."""
+
+    def kept(self, tensors: tuple) -> tuple:
+        return tuple(None if t is None else t.clone() for t in tensors)
 
 
 def streamed_linears(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, StreamedLinear4bit)]
 
 
-def set_streamed(model: torch.nn.Module, mode: str = "auto", *, repaired: bool = True, checked: bool = True) -> int:
-    """Switches every streamed linear; returns how many there are."""
+def set_streamed(
+    model: torch.nn.Module, mode: str = "auto", *, repaired: bool = True, checked: bool = True, copies: bool = False
+) -> int:
+    """Switches every streamed linear; returns how many there are. copies: each keeps private copies, unchecked."""
     linears = streamed_linears(model)
     for module in linears:
         module.__class__ = StreamedLinear4bit if repaired else UnrepairedLinear4bit
         module.checked = checked
+        if copies:
+            module.__class__, module.checked = CopyingLinear4bit, False
         spec = module._nybble_weight.spec
         module._nybble_weight.spec = (*spec[:MODE], mode_code(mode), *spec[MODE + 1 :])
     return len(linears)
