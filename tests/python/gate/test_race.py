@@ -8,7 +8,7 @@ from nybble.gate.training.needs import missing
 if missing() is not None:
     pytest.skip(missing(), allow_module_level=True)
 
-from nybble.gate.race import command
+from nybble.gate.race import command, grid
 from nybble.gate.race.gate import Point, RaceGate
 from nybble.gate.runner import Verdict, one_thread, run_gate
 from nybble.gate.training.store import Shape
@@ -40,6 +40,36 @@ def test_the_sweep_goes_from_prompt_to_late(report, gate):
     assert [point.visits for point in gate.points] == [0.0, 8.0]
     assert all(gate.points[-1].wrong_layers) and gate.points[-1].delay_us > gate.visit_us
     assert gate.product_differences == [0, 0]
+
+
+def test_the_grid_measures_every_size_at_every_rate(gate):
+    shapes = Shape(64, 64, 3, 2, 1, 32), Shape(128, 128, 3, 2, 1, 32)
+    with one_thread():
+        points = grid.measured("cpu", shapes, 4, 1)
+    assert [p.column for p in points] == [0, 1, 2] * 2
+    assert points[0].size.layer_bytes < points[3].size.layer_bytes
+    slow = points[3]
+    assert slow.visits == pytest.approx(4, rel=0.2) and slow.predicted == "wrong" and slow.seen == "wrong"
+    assert set(slow.as_data()) >= {"layer_bytes", "link_gb_s", "copy_visits", "predicted", "seen"}
+
+
+def points_of(*seen):
+    """Three sizes at three rates; a copy of size i at rate j takes 4^(i - j) visits."""
+    sizes = [grid.Size(1000 * 4**i, 1.0, 0.0) for i in range(3)]
+    words = {"right": (0, 0), "wrong": (1, 1), "mixed": (0, 1)}
+    cells = [(size, j) for size in sizes for j in range(3)]
+    return [grid.Point(size, j, 4.0**j, words[what]) for (size, j), what in zip(cells, seen, strict=True)]
+
+
+def test_the_explanation_is_confirmed_only_by_a_threshold_that_moves_both_ways():
+    clear = "mixed", "right", "right", "wrong", "mixed", "right", "wrong", "wrong", "mixed"
+    assert grid.conclusion(points_of(*clear)) == (
+        "confirmed: 6 of 6 points as predicted, 3 too close to call; the threshold size moves with the rate, and the "
+        "threshold rate with the size"
+    )
+    against = (*clear[:1], "wrong", *clear[2:])
+    assert grid.conclusion(points_of(*against)).startswith("not confirmed: 5 of 6")
+    assert grid.conclusion([p for p in points_of(*clear) if p.seen == "right"]).startswith("not shown")
 
 
 def test_words_of_the_threshold(gate, monkeypatch):

@@ -21,6 +21,12 @@ SHAPES = {
         (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0),
     ),
 }
+GRIDS = {  # layer sizes that the link rate is swept for
+    ("cpu", False): (),
+    ("cpu", True): (Shape(64, 64, 4, 2, 1, 32), Shape(128, 128, 4, 2, 1, 32), Shape(256, 256, 4, 2, 1, 32)),
+    ("cuda", False): (Shape(256, 512, 6, 4, 2, 256), Shape(512, 1024, 6, 4, 2, 256), Shape(1024, 2048, 6, 8, 4, 256)),
+    ("cuda", True): tuple(Shape(128 * size, 384 * size, 6, 4, 2, 256) for size in (2, 4, 8, 16)),
+}
 SABOTAGES = {"unrepaired-product": unrepaired_product}
 
 
@@ -34,14 +40,17 @@ def run(options: argparse.Namespace) -> int:
     why = missing()
     if why is not None:
         return command.finish(Report("race", QUESTION, [], {"all": why}), options)
+    from nybble.gate.race import grid
     from nybble.gate.race.gate import RaceGate
 
     shape, tokens, sweep = SHAPES[options.device, options.full]
+    shapes, repeats = GRIDS[options.device, options.full], 5 if options.full else 3
     with one_thread(options.device == "cpu"):
-        gate = RaceGate(options.device, shape, tokens, sweep, repeats=5 if options.full else 3, seed=options.seed)
+        gate = RaceGate(options.device, shape, tokens, sweep, repeats=repeats, seed=options.seed)
         try:
             command.sabotage(gate, options.sabotage, SABOTAGES)
             report = run_gate(gate, algorithms="warn")
+            points = grid.measured(options.device, shapes, tokens, repeats, options.seed) if shapes else []
         finally:
             gate.close()
     report.findings |= {
@@ -50,10 +59,15 @@ def run(options: argparse.Namespace) -> int:
         "sweep": [{"visits": p.visits, "delay_us": p.delay_us, "wrong_layers": p.wrong_layers} for p in gate.points],
         "threshold": gate.threshold(),
     }
-    report.not_run["a sweep of layer size against link rate"] = "copies are delayed instead; sizes are not varied"
-    return command.finish(
-        report, options, lines=table(report, gate.parts) + sweep_lines(report, gate.parts), parts=gate.parts
-    )
+    lines = table(report, gate.parts) + sweep_lines(report, gate.parts)
+    if points:
+        report.findings["size_against_rate"] = [point.as_data() for point in points]
+        report.findings["explanation"] = grid.conclusion(points)
+        lines += grid.lines(points)
+    else:
+        report.not_run["layer size against link rate"] = "--full, or a GPU"
+    report.not_run["a link that is slow by itself"] = "a slower link is emulated by copies that begin late"
+    return command.finish(report, options, lines=lines, parts=gate.parts)
 
 
 def sweep_lines(report: Report, parts: int) -> list[str]:

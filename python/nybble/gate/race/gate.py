@@ -10,12 +10,16 @@ from dataclasses import dataclass
 import torch
 
 from nybble.gate.equality.gate import EqualityArm, EqualityGate
-from nybble.gate.runner import Claim, Outcome, Role, compare
+from nybble.gate.race.grid import wrong_layers
+from nybble.gate.runner import Claim, Role
 from nybble.gate.training import models
 from nybble.gate.training.store import Shape
 from nybble.gate.training.timing import synchronize
 
-LATE_VISITS = 40.0  # delay of the cell in which the unsafe arm must be wrong: far above any visit
+LATE_VISITS = {
+    "cpu": 40.0,
+    "cuda": 10.0,
+}  # delay of the cell in which the unsafe arm must be wrong: far above any visit
 WINDOW = 2
 
 
@@ -58,10 +62,11 @@ class RaceGate(EqualityGate):
             EqualityArm("repair disabled, checked", control, kept=True),
         ]
         self.sweep, self.repeats = sweep, repeats
-        self.cells = [RaceCell(LATE_VISITS)]
+        late = LATE_VISITS[self.device.type]
+        self.cells = [RaceCell(late)]
         self.visit_us = self._visit_us()
         self.windows, self.refills = (WINDOW,), {WINDOW: 0}
-        self.models = {WINDOW: self._delayed(LATE_VISITS)}
+        self.models = {WINDOW: self._delayed(late)}
         self.points: list[Point] = []
         self.product_differences: list[int] = []
 
@@ -119,11 +124,3 @@ class RaceGate(EqualityGate):
         if not right or not always:
             return "not seen: the unsafe arm was " + ("never right" if not right else "never always wrong")
         return f"right up to {max(right):g} visits, always wrong from {min(always):g}"
-
-
-def wrong_layers(got: Outcome, want: Outcome, parts: int) -> int:
-    """Layers whose gradients differ; all of them for a step that died."""
-    if got.raised is not None:
-        return parts
-    differences, compared = compare(got.backward, want.backward)
-    return sum(d != 0 for d in differences) if compared else parts
