@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-
 from nybble.gate.sabotage import cured_controls, faulty_product, nothing_compared
-from nybble.gate.training.timed_command import add_timed, run_timed
+from nybble.gate.training.timed_command import timed_gate
 
 SABOTAGES = {
     "no-backward": faulty_product("no backward"),
@@ -15,17 +13,11 @@ SABOTAGES = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the gate."""
-    add_timed(parser, SABOTAGES)
+def make(device, sizes, seed):
+    """The gate. Needs what training needs."""
+    from nybble.gate.share.gate import ShareGate
+
+    return ShareGate(device, sizes, seed)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Runs the gate, prints its report, returns the exit code (runner.Verdict)."""
-
-    def gate(sizes):
-        from nybble.gate.share.gate import ShareGate
-
-        return ShareGate(options.device, sizes, options.seed)
-
-    return run_timed("share", gate, options, SABOTAGES)
+add_arguments, run = timed_gate("share", make, SABOTAGES)

@@ -22,8 +22,8 @@ SMALL_CARD_BYTES = 16 << 30
 SIZES = {
     ("cpu", False): Sizes(Shape(64, 128, 2, 2, 1, 64), (16,), 5, 0.02, "eager"),
     ("cpu", True): Sizes(Shape(128, 256, 4, 4, 2, 256), (64, 256), 7, 0.2, "eager"),
-    ("cuda", False): Sizes(LLAMA_8B_LAYERS, (512, 4096), 7, 0.15),
-    ("cuda", True): Sizes(LLAMA_8B_LAYERS, (128, 512, 2048, 8192), 11, 0.4),
+    ("cuda", False): Sizes(LLAMA_8B_LAYERS, (1024, 16384), 5, 0.15),
+    ("cuda", True): Sizes(LLAMA_8B_LAYERS, (512, 2048, 8192, 16384), 9, 0.4),
 }
 
 
@@ -34,6 +34,20 @@ def add_timed(parser: argparse.ArgumentParser, sabotages: command.Sabotages) -> 
         "--tokens", type=lambda text: tuple(map(int, text.split(","))), help="of a step, such as 512,4096"
     )
     parser.add_argument("--rounds", type=int, help="in which every arm runs once")
+
+
+def timed_gate(name: str, make: Callable[[str, Sizes, int], Any], sabotages: command.Sabotages):
+    """(add_arguments, run) of a timed gate. make(device, sizes, seed): the gate; imports what training needs."""
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Options of the gate."""
+        add_timed(parser, sabotages)
+
+    def run(options: argparse.Namespace) -> int:
+        """Runs the gate, prints its report, returns the exit code (runner.Verdict)."""
+        return run_timed(name, lambda sizes: make(options.device, sizes, options.seed), options, sabotages)
+
+    return add_arguments, run
 
 
 def run_timed(
