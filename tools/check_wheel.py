@@ -49,6 +49,8 @@ def faults_of(path: pathlib.Path) -> list[str]:
             newest = ".".join(map(str, NEWEST[family]))
             faults.append(f"{path.name} needs {family}_{'.'.join(map(str, version))}, at most {newest} expected")
     words = ", ".join(f"{family} {'.'.join(map(str, version))}" for family, version in sorted(versions.items()))
+    if b"nybble_fault_switches_mark" in path.read_bytes():
+        faults.append(f"{path.name} was built with NYBBLE_FAULT_SWITCHES=ON")
     size = path.stat().st_size / 1e6
     print(f"  {path.name}: {size:.1f} MB, newest symbols {words}; links {', '.join(sorted(needed))}")
     return faults

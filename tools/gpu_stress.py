@@ -29,6 +29,7 @@ FAULTS = {
     "flag_not_cleared": ("hopper",),
     "no_grid_wait": ("hopper", "small_m"),
     "copy_not_awaited": ("hopper", "portable"),
+    "arrival_order": ("hopper", "small_m"),
 }
 # One visit in `odds` of a place sleeps up to `ns`; 0: none.
 DELAYS = ((40, 3000), (0, 1), (400, 30000), (7, 500), (15, 8000))

@@ -1,6 +1,7 @@
 // Only in builds with NYBBLE_FAULT_SWITCHES.
 #include "device/fault.h"
 
+#include <iterator>
 #include <vector>
 
 #include "core/cuda_check.h"
@@ -37,3 +38,18 @@ void set(const Switches& switches) {
 }
 
 }  // namespace nybble::fault
+
+// For the test that plants faults under the gates, through ctypes. Status 0: done, 1: a CUDA error. faults: bit i is kNames[i].
+extern "C" [[gnu::visibility("default")]] int nybble_plant_faults(unsigned faults, unsigned delay_odds, unsigned delay_ns) {
+  try {
+    nybble::fault::set({faults, delay_odds, delay_ns > 0 ? delay_ns : 1});
+    return 0;
+  } catch (...) {
+    return 1;
+  }
+}
+
+// The name of fault i, null behind the last.
+extern "C" [[gnu::visibility("default")]] const char* nybble_fault_name(unsigned i) {
+  return i < std::size(nybble::fault::kNames) ? nybble::fault::kNames[i] : nullptr;
+}

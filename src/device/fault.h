@@ -4,12 +4,14 @@
 //
 //   if (!NYBBLE_FAULT(kNoProxyFence)) async_proxy_fence();      a fault: what a kernel must not leave out
 //   NYBBLE_DELAY(3);                                            a place where a warp may sleep; the number makes its sleeps differ
+//   NYBBLE_ANY_OF(count)                  a number below count that the clock picks, for kArrivalOrder; 0 in the product
 #pragma once
 
 #ifndef NYBBLE_FAULT_SWITCHES
 
 #  define NYBBLE_FAULT(which) false
 #  define NYBBLE_DELAY(place) static_cast<void>(0)
+#  define NYBBLE_ANY_OF(count) 0
 
 #else
 
@@ -17,6 +19,7 @@
 
 #  define NYBBLE_FAULT(which) ::nybble::fault::is_on(::nybble::fault::Fault::which)
 #  define NYBBLE_DELAY(place) ::nybble::fault::delay(place)
+#  define NYBBLE_ANY_OF(count) ::nybble::fault::any_of(count)
 
 namespace nybble::fault {
 
@@ -30,10 +33,12 @@ enum class Fault : unsigned {
   kFlagNotCleared,  // a flag of partial sums stays set once its reader has seen it
   kNoGridWait,      // a kernel that was started early does not wait for the kernel before it
   kCopyNotAwaited,  // results of cp.async are read without waiting
+  kArrivalOrder,    // partial sums are added in an order that the clock picks, as atomics would add them
   kSegmentBarrier,  // no fault but one barrier more: loads whose results nobody uses end before their source is refilled, for racecheck
 };
-constexpr const char* kNames[] = {"no_proxy_fence", "released_unread",  "released_early", "wrong_parity",     "peer_not_awaited",
-                                  "flag_not_reset", "flag_not_cleared", "no_grid_wait",   "copy_not_awaited", "segment_barrier"};
+constexpr const char* kNames[] = {"no_proxy_fence",   "released_unread", "released_early",   "wrong_parity",
+                                  "peer_not_awaited", "flag_not_reset",  "flag_not_cleared", "no_grid_wait",
+                                  "copy_not_awaited", "arrival_order",   "segment_barrier"};
 
 // faults: bit i is Fault i. One visit of a place in delay_odds sleeps, up to delay_ns; odds 0: none.
 struct Switches {
@@ -67,6 +72,12 @@ __device__ __forceinline__ void delay(unsigned place) {
   random = (random ^ place * 0x9E3779B9u ^ blockIdx.x * 0x85EBCA6Bu) * 0xC2B2AE35u;
   random ^= random >> 15;
   if (random % switches.delay_odds == 0) __nanosleep((random >> 12) % switches.delay_ns);
+}
+
+__device__ __forceinline__ int any_of(int count) {
+  unsigned now;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
+  return static_cast<int>((now >> 4) % static_cast<unsigned>(count));
 }
 }  // namespace
 #  else

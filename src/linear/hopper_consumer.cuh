@@ -293,7 +293,9 @@ struct Consumer {
       if (first < last) await_flag(block0 - 2 * thread, me);
     }
     barrier();
-    for (int piece = 0; piece < pieces; piece++) {
+    const int start = NYBBLE_ANY_OF(pieces);
+    for (int i = 0; i < pieces; i++) {
+      const int piece = NYBBLE_FAULT(kArrivalOrder) ? (start + i) % pieces : i;
       if (piece != me) add_partial_chunks(block0 - 2 * piece, first, last);
     }
     add_bias();

@@ -50,6 +50,8 @@ __device__ __forceinline__ void sum_part(const Params& p, int tile, int part, in
   constexpr uint32_t kSlot = kConsumerWarps * L::GROUPS * 32;  // float4
   const float4* from = reinterpret_cast<const float4*>(p.partials) + static_cast<size_t>(slot_of_piece(begin, tile)) * kSlot +
                        (part * L::GROUPS + first) * 32 + lane;
+  [[maybe_unused]] const float4* const first_piece = from;
+  if (NYBBLE_FAULT(kArrivalOrder)) from += NYBBLE_ANY_OF(end - begin + 1) * kSlot;
   float4 sum[COUNT];
 #pragma unroll
   for (int e = 0; e < COUNT; e++) {
@@ -58,6 +60,7 @@ __device__ __forceinline__ void sum_part(const Params& p, int tile, int part, in
 #pragma unroll 4
   for (int cta = begin + 1; cta <= end; cta++) {
     from += kSlot;
+    if (NYBBLE_FAULT(kArrivalOrder) && from - first_piece > (end - begin) * static_cast<int>(kSlot)) from -= (end - begin + 1) * kSlot;
 #pragma unroll
     for (int e = 0; e < COUNT; e++) {
       if (first + e >= groups) continue;

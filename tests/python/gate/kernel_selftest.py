@@ -1,0 +1,133 @@
+#!/usr/bin/env python3
+"""Can the gates fail on a GPU? Every fault of the kernels against every gate.
+
+    NYBBLE_BUILD_DIR=FAULT_BUILD python tests/python/gate/kernel_selftest.py [--only NAME,...] [--json FILE]
+
+FAULT_BUILD: cmake -DNYBBLE_FAULT_SWITCHES=ON, target nybble_torch. Every row is a process of its own with a time limit,
+since a fault may hang a kernel or break the CUDA context; rows run side by side. Exit code 1 when a cell is not as
+predicted.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from kernel_mutations import KERNEL_MUTATIONS, has_switches, planted
+from selftest import verdict
+
+from nybble.gate.aliasing import cells
+from nybble.gate.aliasing.gate import AliasingGate, run_on_one_thread
+from nybble.gate.aliasing.stacks import Sizes as StackSizes
+from nybble.gate.checks import run_checks
+from nybble.gate.determinism.gate import DeterminismGate
+from nybble.gate.determinism.gate import Sizes as DeterminismSizes
+from nybble.gate.memory.gate import MemoryGate
+from nybble.gate.memory.gate import Sizes as MemorySizes
+from nybble.gate.numerics.gate import NumericsGate
+from nybble.gate.numerics.gate import Sizes as NumericsSizes
+from nybble.gate.runner import run_gate
+from nybble.gate.training.needs import missing
+from nybble.gate.training.store import Shape
+
+LARGE, TOKENS = (28672, 8192), (24, 300, 600)  # many units for every CTA; small_m, then hopper
+LIMIT_SECONDS = 120
+
+
+def aliasing():
+    gate = AliasingGate(device="cuda", slots=(2,), sizes=StackSizes(layers=4, dim=1024, tokens=24))
+    gate.cells = [cell for cell in gate.cells if cell.stack is cells.GROUPS[0][0]]
+    return run_on_one_thread(gate)
+
+
+def numerics():
+    return run_checks(NumericsGate("cuda", NumericsSizes((LARGE,), TOKENS, max(TOKENS), 1, 2)))
+
+
+def determinism():
+    return run_checks(DeterminismGate("cuda", DeterminismSizes((LARGE,), TOKENS, 200, max(TOKENS), boundary_count=2)))
+
+
+def memory():
+    return run_checks(MemoryGate("cuda", MemorySizes(((8192, 8192, 64),), (3,), 1024, 24)))
+
+
+def equality():
+    from nybble.gate.equality.gate import EqualityGate
+
+    gate = EqualityGate("cuda", Shape(1024, 2816, 3, 8, 4, 256), 12, (2,))
+    try:
+        gate.cells = gate.cells[:1]
+        return run_gate(gate, algorithms="warn")
+    finally:
+        gate.close()
+
+
+GATES = {"aliasing": aliasing, "numerics": numerics, "determinism": determinism, "memory": memory, "equality": equality}
+
+
+def row(name: str) -> dict[str, int | None]:
+    """Exit codes by gate, from a process of its own; None where it did not come that far."""
+    command = [sys.executable, __file__, "--row", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, env=os.environ)
+        text = done.stdout
+        if done.returncode:
+            print(done.stderr[-2000:], file=sys.stderr)
+    except subprocess.TimeoutExpired as late:
+        text = (late.stdout or b"").decode()
+    found = dict(line.split("=") for line in text.splitlines() if "=" in line and line.split("=")[0] in GATES)
+    return {gate: int(found[gate]) if gate in found else None for gate in GATES}
+
+
+def run_row(name: str) -> int:
+    """In the child: one line a gate."""
+    mutation = next(m for m in KERNEL_MUTATIONS if m.name == name)
+    with planted(mutation):
+        for gate, make in GATES.items():
+            if gate != "equality" or missing() is None:
+                print(f"{gate}={verdict(make)}", flush=True)
+    return 0
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=lambda text: text.split(","), metavar="NAME,...")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=pathlib.Path)
+    options = parser.parse_args(arguments)
+    if not has_switches():
+        print("the library has no fault switches; build with -DNYBBLE_FAULT_SWITCHES=ON", file=sys.stderr)
+        return 1
+    if options.row is not None:
+        return run_row(options.row)
+    mutations = [m for m in KERNEL_MUTATIONS if options.only is None or m.name in options.only]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(row, [m.name for m in mutations]))
+    wrong, rows = 0, []
+    print(f"{'kernel mutation':<28}" + "".join(f"{name:<14}" for name in GATES))
+    for mutation, codes in zip(mutations, found, strict=True):
+        marks = {}
+        for gate, code in codes.items():
+            expected = mutation.expected.get(gate, frozenset({0}))
+            right = code in expected
+            wrong += not right
+            words = "-" if code is None else str(code)
+            marks[gate] = words if right else f"{words} not {'/'.join(map(str, sorted(expected)))}"
+        rows.append({"mutation": mutation.name, "faults": mutation.faults, "found": codes, "shown": marks})
+        print(f"{mutation.name:<28}" + "".join(f"{marks[name]:<14}" for name in GATES), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    print(
+        f"kernel selftest: {wrong} cells are not as predicted" if wrong else "kernel selftest: every cell as predicted"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
