@@ -43,6 +43,7 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
 def finish(report: Report, options: argparse.Namespace, *, lines: Iterable[str] = (), parts: int = 0) -> int:
     """Prints the report, writes the record that was asked for, and returns the exit code."""
     lines = list(lines)
+    report.findings["card"] = card(options.device)
     data = as_json(report, parts)
     if options.json:
         print(json.dumps(data, indent=1))
@@ -65,4 +66,4 @@ def card(device: str) -> str:
     if device == "cpu":
         return "the CPU (no card)"
     major, minor = torch.cuda.get_device_capability()
-    return f"{torch.cuda.get_device_name()} (sm_{major}{minor}); other cards: not run"
+    return f"{torch.cuda.get_device_name()} (sm_{major}{minor})"

@@ -77,7 +77,8 @@ def verdict_lines(report: Report, parts: int) -> list[str]:
     meaning = MEANING[report.verdict]
     if report.soundness_only and report.verdict is Verdict.OK:
         meaning = "sound: with nothing recycled every arm is exact (this says nothing about the product)"
-    lines.append(f"{report.gate}: {meaning} (exit {int(report.verdict)}, {report.seconds:.1f} s)")
+    where = f" on {report.findings['card']}" if "card" in report.findings else ""
+    lines.append(f"{report.gate}{where}: {meaning} (exit {int(report.verdict)}, {report.seconds:.1f} s)")
     return lines
 
 

@@ -36,7 +36,7 @@ from nybble.gate.training.needs import missing
 from nybble.gate.training.store import Shape
 
 LARGE, TOKENS = (28672, 8192), (24, 300, 600)  # many units for every CTA; small_m, then hopper
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = 80
 
 
 def aliasing():

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the gate. Sizes only change how long it takes: the defect needs no megabytes."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
-        "--slots", type=_counts, default=(2, 3, 4, 5), metavar="N,N", help="slot counts, 2..5 by default"
+        "--slots", type=_counts, metavar="N,N", help="slot counts; 2..5 by default, 2 and 3 on a GPU without --full"
     )
     parser.add_argument("--layers", type=int, default=8, help="must exceed the largest slot count")
     parser.add_argument("--dim", type=int, default=64, help="in and out features of a weight, a multiple of 64")
@@ -36,11 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the gate, prints its report, returns the exit code (runner.Verdict)."""
+    few = options.device == "cuda" and not options.full
+    slots = options.slots or ((2, 3) if few else (2, 3, 4, 5))
     sizes = Sizes(layers=options.layers, dim=options.dim, tokens=options.tokens)
     try:
         gate = AliasingGate(
             device=options.device,
-            slots=options.slots,
+            slots=slots,
             sizes=sizes,
             bypass=options.bypass_pool,
             backwards=options.backwards or (3 if options.full else 1),
@@ -48,6 +50,8 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise argparse.ArgumentError(None, str(error)) from None
     left_out = keep_cells(gate, options.cells)
+    if few and not options.slots:
+        left_out["4 and 5 slots"] = "--full, or --slots"
     if options.sabotage:
         SABOTAGES[options.sabotage](gate)
     repeats = options.repeats or (5 if options.full else 1)

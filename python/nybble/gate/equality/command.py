@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+import torch
+
 from nybble.gate import command
 from nybble.gate.report import shown
 from nybble.gate.runner import Report, Result, Role, one_thread, run_gate
@@ -90,8 +92,15 @@ def run(options: argparse.Namespace) -> int:
             report = run_gate(gate, algorithms="warn")  # of other libraries: A against A judges them
         finally:
             gate.close()
-    report.findings["card"] = command.card(options.device)
+    report.not_run |= other_cards(options.device)
     return command.finish(report, options, lines=table(report, gate.parts), parts=gate.parts)
+
+
+def other_cards(device: str) -> dict[str, str]:
+    """The verdict is for one card; on this one a streamed NF4 model was seen to differ from the resident one."""
+    if device == "cuda" and torch.cuda.get_device_capability() == (12, 0):
+        return {}
+    return {"sm_120": "this is another card, and the verdict holds for no other"}
 
 
 def unrun(why: str) -> Report:
@@ -103,7 +112,7 @@ def unrun(why: str) -> Report:
 
 def table(report: Report, parts: int) -> list[str]:
     """One line a cell and arm; forward and backward apart."""
-    lines = [f"on {report.findings['card']}", f"{'cell':<28} {'arm':<26} {'forward':<12} backward"]
+    lines = [f"{'cell':<28} {'arm':<26} {'forward':<12} backward"]
     for result in (r for r in report.results if isinstance(r, Result)):
         mark = "" if result.as_expected and not result.faults else " *"
         ahead = "-" if result.raised else f"{len(result.forward_wrong)} of {parts}"

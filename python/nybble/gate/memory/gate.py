@@ -117,7 +117,8 @@ class MemoryGate(CheckGate):
             self.left_out["peak of a model under nybble.stream"] = why
             return []
         shapes = [dataclasses.replace(shape, layers=layers) for layers in self.sizes.layers]
-        return [ModelCell(own, window) for own in shapes for window in self.sizes.windows]
+        first, *others = self.sizes.windows
+        return [ModelCell(own, first) for own in shapes] + [ModelCell(shapes[0], window) for window in others]
 
     @property
     def arms(self) -> list[CheckArm]:

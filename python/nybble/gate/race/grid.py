@@ -106,24 +106,26 @@ def size_of(gate: EqualityGate) -> Size:
 
 def timed_backward(gate: EqualityGate) -> float:
     """Seconds of a whole backward of the resident model, recomputation included."""
-    times: list[float] = []
+    begun: list[float] = []
 
-    def before(_grad: torch.Tensor) -> None:
+    def begin(_grad: torch.Tensor) -> None:
         synchronize(gate.device)
-        times.append(time.perf_counter())
+        begun.append(time.perf_counter())
+
+    def watch(_module, _inputs, output: torch.Tensor) -> None:
+        output.register_hook(begin)
 
     found = []
     for _ in range(4):
-        times.clear()
-        hook = gate.resident.get_base_model().lm_head.register_forward_hook(
-            lambda _module, _inputs, output: output.register_hook(before)
-        )
+        hook = gate.resident.get_base_model().lm_head.register_forward_hook(watch)
         try:
-            gate.step(gate.resident)
+            outcome = gate.step(gate.resident)
         finally:
             hook.remove()
         synchronize(gate.device)
-        found.append(time.perf_counter() - times[0])
+        if outcome.raised is not None:
+            raise RuntimeError(f"the resident step ended by {outcome.raised}")
+        found.append(time.perf_counter() - begun[-1])
     return statistics.median(found[1:])
 
 

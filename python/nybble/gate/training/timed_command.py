@@ -18,7 +18,7 @@ from nybble.gate.training.timed import Sizes
 
 LLAMA_8B_LAYERS = Shape(4096, 14336, 4, 32, 8, 4096)
 SMALL_LAYERS = Shape(2048, 5632, 4, 16, 8, 4096)  # for cards with 8 GB
-SMALL_CARD_BYTES = 16 << 30
+SMALL_CARD_BYTES, SMALL_TOKENS = 16 << 30, 4096
 SIZES = {
     ("cpu", False): Sizes(Shape(64, 128, 2, 2, 1, 64), (16,), 5, 0.02, "eager"),
     ("cpu", True): Sizes(Shape(128, 256, 4, 4, 2, 256), (64, 256), 7, 0.2, "eager"),
@@ -66,7 +66,7 @@ def run_timed(
         report = run_checks(gate)
     finally:
         gate.close()
-    report.findings |= {"card": command.card(options.device), "shape": dataclasses.asdict(sizes.shape)}
+    report.findings["shape"] = dataclasses.asdict(sizes.shape)
     return command.finish(report, options, lines=table(report))
 
 
@@ -75,12 +75,15 @@ def fitting(sizes: Sizes, device: str) -> tuple[Sizes, dict[str, str]]:
     if device != "cuda" or torch.cuda.mem_get_info()[0] >= SMALL_CARD_BYTES:
         return sizes, {}
     why = f"{torch.cuda.mem_get_info()[0] >> 20} MiB are free: layers of hidden size {SMALL_LAYERS.hidden} instead"
-    return dataclasses.replace(sizes, shape=SMALL_LAYERS), {"layers of Llama 3 8B": why}
+    tokens = tuple(min(count, SMALL_TOKENS) for count in sizes.tokens)
+    return dataclasses.replace(sizes, shape=SMALL_LAYERS, tokens=tuple(dict.fromkeys(tokens))), {
+        "layers of Llama 3 8B": f"{why}, at most {SMALL_TOKENS} tokens"
+    }
 
 
 def table(report: Report) -> list[str]:
     """Time and memory of every arm, then the words of the verdict."""
-    lines = [f"on {report.findings['card']}; layers {report.findings['shape']}"]
+    lines = [f"layers {report.findings['shape']}"]
     heads = f"{'ms/step':>9} {'tok/s':>9} {'spread':>7} {'host':>5} {'peak MiB':>9} {'MHz':>6} {'W':>5} {'mem%':>5}"
     lines.append(f"{'cell':<12} {'arm':<26} {heads}")
     for row in (r for r in report.results if isinstance(r, Row) and r.values):
