@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from tqdm import tqdm
@@ -16,6 +16,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 from .._library import build_info
 from ..errors import StaleWeightError, UnsupportedError
 from ..quant_state import QUANT_TYPE_CODES, nested_table, table
+from . import activations as policies
 from . import modules, native, sharing, skeleton
 from .replicas import FrozenNames
 from .store import CheckpointStore
@@ -47,6 +48,7 @@ class Streamed:
         self.window = min(window, len(self.layers))
         self._owners: list[int] = []
         self._forget = weakref.finalize(self, _forget_owners, self._owners)
+        self._unwatch = lambda: None
         self.projections = self._find(store)
         if share is None or share is False:
             self._load(store, native.Arena())
@@ -63,8 +65,11 @@ class Streamed:
             here = {}
             for path, module in layer.named_modules():
                 name = skeleton.store_name(f"{prefix}.{index}.{path}.").rstrip(".")
-                if isinstance(module, torch.nn.Linear) and store.is_quantised(name):
-                    here[name] = module
+                if not store.is_quantised(name) or hasattr(module, "base_layer"):  # PEFT's wrapper of one
+                    continue
+                if not isinstance(module, torch.nn.Linear):
+                    raise ValueError(f"{name} is a {type(module).__name__} with a 4-bit weight, expected a Linear")
+                here[name] = module
             if not here:
                 raise ValueError(
                     f"layer {prefix}.{index} has no 4-bit weight in {store.path}; is it a store of this model?"
@@ -187,7 +192,11 @@ class Streamed:
                 modules.stream_linear(module, weight, compute_dtype)
             modules.stream_layer(layer, self.visits[index])
 
+    def keep_by_measure(self, meter) -> None:
+        self._unwatch = policies.watch(self.base.base_model, self.visits, policies.AutoKeep(self.visits, meter))
+
     def unbind(self) -> None:
+        self._unwatch()
         for layer, row, projections in zip(self.layers, self.weights, self.projections, strict=True):
             for weight, module in zip(row, projections.values(), strict=True):
                 modules.resident_linear(module, weight.resident_parameter(module, self.device, self.tables))
@@ -212,6 +221,7 @@ class Streamed:
             "slot_bytes": self.window * layer_bytes,
             "host_bytes": arena_bytes,
             "pinned_bytes": self.pinned_bytes,
+            "layers_that_keep": sum(visit.keep for visit in self.visits),
             "resident_bytes": sum(p.numel() * p.element_size() for p in self.resident()),
             **self.ring.stats(),
         }
@@ -220,18 +230,6 @@ class Streamed:
 def _forget_owners(uids: list[int]) -> None:
     for uid in uids:
         native.lib.nybble_forget_owner(uid)
-
-
-def _policies(activations, layers: int) -> list[bool]:
-    """Per layer: True to keep activations, False to have them recomputed."""
-    given = [activations] * layers if isinstance(activations, str) else list(activations)
-    unknown = [policy for policy in given if policy not in ("recompute", "keep")]
-    if unknown or len(given) != layers:
-        raise ValueError(
-            f'activations is {activations!r}, expected "recompute" or "keep", or a list with one of them for each of '
-            f"{layers} layers"
-        )
-    return [policy == "keep" for policy in given]
 
 
 def _device_of(model: torch.nn.Module, device) -> torch.device:
@@ -270,7 +268,7 @@ def stream(
     *,
     window: int = 2,
     device: torch.device | str | None = None,
-    activations: str | Sequence[str] = "recompute",
+    activations: str | int | Sequence[str] | Callable[[int], str] = "recompute",
     pin: bool | None = None,
     share=None,
     check_bytes: bool = False,
@@ -280,11 +278,14 @@ def stream(
 
     model_or_config: a transformers config or None (the store's own config), from which the model is built without
     base weights in memory; or a causal LM, loaded or on meta, PEFT-wrapped or not, which is changed in place. PEFT may
-    wrap it before (a model loaded in 4 bit) or after. Llama, Mistral, Qwen2 and Qwen3 models.
+    wrap it before (a model loaded in 4 bit) or after. Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3
+    (text) and Phi-3 models; layers may differ in shape.
     store: a folder as `nybble quantize` writes it. device: where slots and resident tensors live; default the
     model's, else CUDA where there is one.
-    activations: "recompute" needs gradient checkpointing on every layer; "keep" fetches weights again in backward
-    and keeps activations; or one of the two per layer.
+    activations: "recompute" needs gradient checkpointing on every layer; a layer that does "keep" is never recomputed,
+    its weights are fetched again in backward; "auto" measures the first step and then has as many of the last layers
+    keep as the GPU's memory allows, of each forward's tokens anew; or one of the first two per layer, as a list or a
+    function of the layer's index; or how many of the last layers keep.
     pin: page-lock the host memory that a GPU copies from. None: where it is refused, warn and go on; True: MemoryError;
     False: don't.
     share: a torch.distributed process group, or True for the default one, all of whose ranks make this call: those on
@@ -309,11 +310,16 @@ def stream(
     if "_nybble_streamed" in base.__dict__:
         raise ValueError("the model is streamed already; call nybble.unstream(model) first")
     _require_4bit_adapters(base)
-    keep = _policies(activations, len(base.base_model.layers))
-    streamed = Streamed(model, checkpoint, window, _device_of(model, device), pin, share, check_bytes, ring_options)
+    where = _device_of(model, device)
+    auto = activations == "auto"
+    meter = policies.meter_of(where) if auto else None
+    keep = policies.fixed("recompute" if auto else activations, len(base.base_model.layers))
+    streamed = Streamed(model, checkpoint, window, where, pin, share, check_bytes, ring_options)
     names = {weight.name for row in streamed.weights for weight in row}
     skeleton.fill_resident(base, checkpoint, streamed.device, names)
     streamed.bind(keep, config.bnb_4bit_compute_dtype)
+    if auto:
+        streamed.keep_by_measure(meter)
     if any(parameter.device != streamed.device for parameter in streamed.resident()):
         torch.nn.Module.to(model, streamed.device)  # slots stay where they are
     _set_flags(base, config, streamed.device)
@@ -350,9 +356,9 @@ def unstream(model: torch.nn.Module) -> torch.nn.Module:
 def memory_stats(model: torch.nn.Module | None = None) -> dict[str, int]:
     """Bytes and counts of a streamed model, or sums over all live ones.
 
-    layers, window (slots), layer_bytes (the largest), slot_bytes (weights on the device), host_bytes (the arena),
-    pinned_bytes (of it, page-locked), resident_bytes (parameters that do not stream), visits, hits, refills,
-    refill_bytes, cancelled, failed.
+    layers, layers_that_keep (their activations), window (slots), layer_bytes (the largest), slot_bytes (weights on the
+    device), host_bytes (the arena), pinned_bytes (of it, page-locked), resident_bytes (parameters that do not stream),
+    visits, hits, refills, refill_bytes, cancelled, failed.
     """
     if model is None:
         total: dict[str, int] = {}

@@ -39,8 +39,16 @@ def layer_class(base: type) -> type:
         finally:
             visit.leave(backward)
 
+    def checkpoints(self):
+        """Read by transformers' checkpointing before it wraps the forward: a layer that keeps isn't recomputed."""
+        return self.__dict__.get("gradient_checkpointing", False) and not self._nybble_visit.keep
+
+    def set_checkpointing(self, on):
+        self.__dict__["gradient_checkpointing"] = on
+
     body = {
         "forward": functools.wraps(base.forward)(forward),
+        "gradient_checkpointing": property(checkpoints, set_checkpointing),
         "__doc__": base.__doc__,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,

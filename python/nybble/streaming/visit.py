@@ -16,6 +16,7 @@ from torch.autograd import Variable
 
 from ..errors import StaleWeightError
 from . import native
+from .activations import AutoKeep
 
 _ADVICE = (
     "Enable gradient checkpointing on every layer (model.gradient_checkpointing_enable(), every_n_layers=1), use "
@@ -113,7 +114,8 @@ class LayerVisit:
     def __init__(self, index: int, name: str):
         self.index = index
         self.name = name
-        self.keep = False
+        self.keep = False  # may change between forwards; what a graph was recorded with is in its hooks
+        self.auto: AutoKeep | None = None
         self.active = False
         self.scoped = False
 
@@ -128,9 +130,12 @@ class LayerVisit:
         order = native.BACKWARD if backward else native.FORWARD if layer.training else native.REPEAT
         fetcher.acquire(self.index, order)
         self.scoped = scoped
+        self.unpack = self._unpack_kept if self.keep else self._unpack
         self.active = True
         if backward:
             fetcher.release_after_backward()
+            if self.auto is not None:
+                self.auto.recomputation_begins(self.index)
         # A non-reentrant recomputation sees the very tensor that the first forward hooked; a reentrant one a new leaf.
         if recorded and x.requires_grad and (not backward or x.grad_fn is None):
             x.register_hook(self._release_hook)
@@ -142,6 +147,8 @@ class LayerVisit:
         self.fetcher.close_visit()
         if not backward:
             self.fetcher.release(self.index)
+        elif self.auto is not None:
+            self.auto.recomputation_ends(self.index)
 
     def _release_hook(self, grad: torch.Tensor) -> None:
         self.fetcher.release(self.index)
@@ -162,7 +169,9 @@ class LayerVisit:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.keep:
-            self.fetcher.refetch(self.index)
+    def _unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def _unpack_kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.fetcher.refetch(self.index)
         return tensor
