@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from .store import CheckpointStore
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
 
 
 def base_model_of(model: torch.nn.Module) -> torch.nn.Module:
@@ -60,7 +60,7 @@ def fill_resident(model: torch.nn.Module, store: CheckpointStore, device: torch.
         owner, _, leaf = name.rpartition(".")
         value = torch.nn.Parameter(tensor.to(device, copy=True), requires_grad=parameter.requires_grad)
         model.get_submodule(owner)._parameters[leaf] = value
-    _rebuild_rotary(model, device)
+    _rebuild_buffers(model, device)
     model.tie_weights()
     named = [*model.named_parameters(), *model.named_buffers()]
     left = [name for name, tensor in named if tensor.is_meta]
@@ -69,10 +69,13 @@ def fill_resident(model: torch.nn.Module, store: CheckpointStore, device: torch.
         raise ValueError(f"{len(left)} tensors have no value after loading, expected none: {', '.join(left[:5])}")
 
 
-def _rebuild_rotary(model: torch.nn.Module, device: torch.device) -> None:
-    # inv_freq is in no checkpoint; only its class knows how to compute it from the config.
+def _rebuild_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    # inv_freq is in no checkpoint; only its class knows how to compute it from the config. Nor is Gemma's embed_scale.
     for name, module in list(model.named_modules()):
         if not any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+            continue
+        if hasattr(module, "scalar_embed_scale"):
+            module._buffers["embed_scale"] = torch.tensor(module.scalar_embed_scale, device=device)
             continue
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._modules[leaf] = type(module)(config=model.config).to(device)

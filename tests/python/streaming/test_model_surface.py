@@ -215,7 +215,7 @@ def test_float_adapters_and_other_architectures_are_refused(stores, tmp_path):
         nybble.stream(transformers.GPT2Config(), stores())
     for arguments, message in (
         ({"window": 0}, "window is 0"),
-        ({"activations": "offload"}, 'expected "recompute" or "keep"'),
+        ({"activations": "offload"}, 'expected "recompute", "keep" or "auto"'),
         ({"activations": ["keep"]}, f"each of {LAYERS} layers"),
     ):
         with pytest.raises(ValueError, match=message):

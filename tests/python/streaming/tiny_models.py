@@ -15,7 +15,16 @@ FAMILIES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
 }
+# What a family's config has beyond the common fields. Windows shorter than the batches, caps that bite.
+EXTRA = {
+    "gemma2": dict(sliding_window=8, final_logit_softcapping=4.0, attn_logit_softcapping=3.0, query_pre_attn_scalar=16),
+    "gemma3_text": dict(sliding_window=8, query_pre_attn_scalar=16),
+}
+FUSED_LINEARS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 ALL_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -34,7 +43,7 @@ class ResidentLinear4bit(bnb.nn.Linear4bit):
 
 
 # Some of the ways in which checkpoints differ. Default: float32, nested scales.
-BFLOAT16 = ("mistral",)
+BFLOAT16 = ("mistral", "gemma3_text")
 PLAIN_SCALES = ("qwen2",)
 
 
@@ -50,7 +59,8 @@ def write_store(folder, family: str) -> str:
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        **({} if family == "phi3" else {"head_dim": 16}),
+        **EXTRA.get(family, {}),
         max_position_embeddings=64,
         tie_word_embeddings=family != "llama",
         pad_token_id=0,
@@ -71,6 +81,10 @@ def write_store(folder, family: str) -> str:
     quantised = model_class.from_pretrained(folder / "dense", quantization_config=quantization, dtype=dtype)
     quantised.save_pretrained(folder / "store")
     return str(folder / "store")
+
+
+def linears_of(family: str) -> list[str]:
+    return FUSED_LINEARS if family == "phi3" else ALL_LINEARS
 
 
 def streamed_model(store: Store, **options) -> torch.nn.Module:
