@@ -9,7 +9,8 @@ counter. CPU time of the calling thread, so that a busy machine and waiting do n
 
 Step: a LoRA training step of a model of 8 layers so small that the host's work is all there is, streamed and resident
 (with the same multiply), in turn. Added time = their difference / visits (two a layer: forward and backward). Total =
-the streamed step / visits. Where it goes: the step profiled, own time by package; and one projection's parts.
+the streamed step / visits, also with the backward on the calling thread, and without Python's garbage collector. Where
+it goes: the step profiled, own time by package and function; and one projection's parts.
 """
 
 import argparse
@@ -119,27 +120,42 @@ def step_cost(device: torch.device, rounds: int) -> dict[str, float]:
         streamed = Streamed(with_adapters(nybble.stream(None, store, device=device), 4))
         resident = Resident(with_adapters(nybble.unstream(nybble.stream(None, store, device=device)), 4))
     ids = torch.randint(3, 256, (1, 16), device=device)
-    # On CUDA the backward has a thread of its own; on the CPU thread time leaves out a busy machine.
-    clock = time.perf_counter if device.type == "cuda" else time.thread_time
-    times = {"streamed": [], "resident": []}
-    for arm, model in (("streamed", streamed), ("resident", resident)) * (rounds + 1):
-        if not times[arm]:
-            model.switch(arm)
-        synchronize(device)
-        start = clock()
-        model.gradients(ids)
-        synchronize(device)
-        times[arm].append((clock() - start) / (2 * STEP_LAYERS) * 1e6)
-    streamed_us, resident_us = (values[1:] for values in times.values())
-    differences = [a - b for a, b in zip(streamed_us, resident_us, strict=True)]
+    arms = {"streamed": streamed, "resident": resident}
+    for arm, model in arms.items():
+        model.switch(arm)
+    settings = {name: times_under(name, arms, ids, rounds) for name in visit_profile.SETTINGS}
+    usual = settings["usual"]
+    profile = visit_profile.of_step(lambda: streamed.gradients(ids), 2 * STEP_LAYERS)
+    differences = [a - b for a, b in zip(usual["streamed"], usual["resident"], strict=True)]
     return {
-        "where": visit_profile.by_package(lambda: streamed.gradients(ids), 2 * STEP_LAYERS),
+        "where": visit_profile.by_package(profile),
+        "functions": visit_profile.by_function(profile),
         "projection": visit_profile.projection(streamed),
         "added": statistics.median(differences),
         "added_quartiles": statistics.quantiles(differences, n=4)[::2],
-        "total": statistics.median(streamed_us),
-        "resident": statistics.median(resident_us),
+        "total": statistics.median(usual["streamed"]),
+        "resident": statistics.median(usual["resident"]),
+        "settings": {
+            name: {arm: statistics.median(us) for arm, us in found.items()} for name, found in settings.items()
+        },
     }
+
+
+def times_under(setting: str, arms: dict, ids: torch.Tensor, rounds: int) -> dict[str, list[float]]:
+    """Microseconds per visit of each round, the arms in turn; the first round does not count."""
+    device = ids.device
+    # On CUDA the backward has a thread of its own; on the CPU thread time leaves out a busy machine.
+    clock = time.perf_counter if device.type == "cuda" else time.thread_time
+    times = {arm: [] for arm in arms}
+    with visit_profile.SETTINGS[setting]():
+        for _ in range(rounds + 1):
+            for arm, model in arms.items():
+                synchronize(device)
+                start = clock()
+                model.gradients(ids)
+                synchronize(device)
+                times[arm].append((clock() - start) / (2 * STEP_LAYERS) * 1e6)
+    return {arm: values[1:] for arm, values in times.items()}
 
 
 def synchronize(device: torch.device) -> None:
@@ -196,8 +212,13 @@ def lines(record: dict) -> list[str]:
         f"resident {step['resident']:.1f} us",
         f"added by streaming, per visit: {step['added']:.1f} us, quartiles "
         + " to ".join(f"{value:.1f}" for value in step["added_quartiles"]),
+        *(
+            f"  {name}: streamed {us['streamed']:.1f} us, resident {us['resident']:.1f} us"
+            for name, us in step["settings"].items()
+        ),
         f"where a visit's {profiled:.0f} us go when profiled (Python calls cost more then):",
         *(f"  {100 * r['us'] / profiled:5.1f}%  {r['calls']:7.1f} calls  {name}" for name, r in step["where"].items()),
+        *(f"  {us:8.1f} us {calls:7.1f} calls  {name}" for name, us, calls in step["functions"]),
         "one projection, us a call:",
         *(f"  {us:8.1f}  {name}" for name, us in step["projection"].items()),
     ]

@@ -1,6 +1,8 @@
 """Where the host's time of a layer visit goes: by package, and inside one LoRA projection. For visit_cost.py."""
 
+import contextlib
 import cProfile
+import gc
 import pathlib
 import pstats
 import time
@@ -23,9 +25,9 @@ def package(file: str, function: str) -> str:
     return next((f"{name} (Python)" for name in PACKAGES if name in parts), "other Python")
 
 
-def by_package(step, visits: int, steps: int = 4) -> dict[str, dict[str, float]]:
-    """Microseconds and calls per visit by package, profiled, which makes Python functions dearer than they are. The
-    backward runs on the calling thread meanwhile, so that its recomputation is seen.
+def of_step(step, visits: int, steps: int = 4) -> dict[tuple[str, str], tuple[float, float]]:
+    """(file, function) -> own microseconds and calls per visit, profiled, which makes Python functions dearer than they
+    are. The backward runs on the calling thread meanwhile, so that its recomputation is seen.
     """
     with torch.autograd.set_multithreading_enabled(False):
         step()
@@ -34,14 +36,53 @@ def by_package(step, visits: int, steps: int = 4) -> dict[str, dict[str, float]]
         for _ in range(steps):
             step()
         profile.disable()
-    found: dict[str, list[float]] = {}
+    found: dict[tuple[str, str], tuple[float, float]] = {}
     for (file, _, function), (_, calls, own, _, _) in pstats.Stats(profile).stats.items():
-        row = found.setdefault(package(file, function), [0.0, 0.0])
-        row[0] += 1e6 * own / steps / visits
-        row[1] += calls / steps / visits
-    return {
-        name: {"us": us, "calls": calls} for name, (us, calls) in sorted(found.items(), key=lambda item: -item[1][0])
-    }
+        us, count = found.get((file, function), (0.0, 0.0))
+        found[file, function] = us + 1e6 * own / steps / visits, count + calls / steps / visits
+    return found
+
+
+def by_package(profile) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for (file, function), (us, calls) in profile.items():
+        row = found.setdefault(package(file, function), {"us": 0.0, "calls": 0.0})
+        row["us"] += us
+        row["calls"] += calls
+    return dict(sorted(found.items(), key=lambda item: -item[1]["us"]))
+
+
+def by_function(profile, count: int = 14) -> list[tuple[str, float, float]]:
+    """The dearest functions: name, own microseconds, calls."""
+    rows = sorted(profile.items(), key=lambda item: -item[1][0])[:count]
+    return [(f"{pathlib.PurePath(file).name}:{function}", us, calls) for (file, function), (us, calls) in rows]
+
+
+@contextlib.contextmanager
+def no_collector():
+    """What lives now is never looked at again, and nothing is collected."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
+def one_thread_no_collector():
+    with torch.autograd.set_multithreading_enabled(False), no_collector():
+        yield
+
+
+SETTINGS = {
+    "usual": contextlib.nullcontext,
+    "backward on the calling thread": lambda: torch.autograd.set_multithreading_enabled(False),
+    "no garbage collector": no_collector,
+    "both": one_thread_no_collector,
+}
 
 
 def projection(streamed) -> dict[str, float]:
