@@ -24,22 +24,30 @@ def quant_state_of(module: torch.nn.Module) -> Any:
     return state if state is not None else getattr(module, "quant_state", None)
 
 
-def multiply(self, x: torch.Tensor, mode: str) -> torch.Tensor:
-    """Linear4bit.forward, line for line in values, with nybble's multiply. The bias is cast for the call only, where
-    upstream casts the parameter itself; no weight is repacked for CPU inference.
+def operands(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What Linear4bit.forward multiplies with: x and its bias in the compute dtype. The bias is cast for the call only,
+    where upstream casts the parameter itself.
     """
     if not self.compute_type_is_set:
         self.set_compute_type(x)
         self.compute_type_is_set = True
-    inp_dtype = x.dtype
-    if self.compute_dtype is not None:
-        x = x.to(self.compute_dtype)
-    bias = self.bias if self.bias is None else self.bias.to(x.dtype)
+    dtype = self.compute_dtype
+    if dtype not in (None, x.dtype):
+        x = x.to(dtype)
+    if bias is not None:
+        bias = bias.to(x.dtype)
     # Upstream's multiply is torch's own at training sizes, so autocast recasts x and bias there.
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(device))
         bias = bias if bias is None else bias.to(x.dtype)
+    return x, bias
+
+
+def multiply(self, x: torch.Tensor, mode: str) -> torch.Tensor:
+    """Linear4bit.forward, line for line in values, with nybble's multiply. No weight is repacked for CPU inference."""
+    inp_dtype = x.dtype
+    x, bias = operands(self, x, self.bias)
     return linear(x, self.weight, quant_state_of(self), bias, mode=mode).to(inp_dtype)
 
 

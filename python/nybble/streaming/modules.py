@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import StaleWeightError
 from ..linear import multiply
+from ..patching.modules import operands
 
 _REMEDY = "call nybble.unstream(model) first: it puts every weight back on the device"
 
@@ -70,14 +71,8 @@ class StreamedLinear4bit(bnb.nn.Linear4bit):
                 f"weight {weight.name} left the ring: the module has another parameter than the one in the slot "
                 f"(something assigned or merged it); {_REMEDY} before changing base weights"
             )
-        if not self.compute_type_is_set:
-            self.set_compute_type(x)
-            self.compute_type_is_set = True
-        inp_dtype, bias = x.dtype, own["bias"]
-        if self.compute_dtype not in (None, inp_dtype):
-            x = x.to(self.compute_dtype)
-        if bias is not None:
-            bias = bias.to(x.dtype)
+        inp_dtype = x.dtype
+        x, bias = operands(self, x, own["bias"])
         if weight.visit.scoped:
             with saved_tensors_hooks(weight.visit.pack, weight.visit.unpack):
                 y = multiply(x, weight.tensors, bias, weight.uid, weight.spec, None)

@@ -2,6 +2,7 @@
 
 import itertools
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from tiny_models import (
@@ -190,3 +191,18 @@ def test_adapters_around_a_model_loaded_in_4_bit_equal(stores, resident):
     assert streamed is wrapped
     assert_equal(step(checkpointed(streamed)), step(checkpointed(resident)), at_least=4 * LAYERS)
     assert nybble.memory_stats(streamed)["visits"] == 2 * LAYERS
+
+
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+def test_autocast_recasts_as_it_does_in_patched_modules(stores, compute_dtype):
+    def run(model, on=True):
+        for module in model.modules():
+            if isinstance(module, bnb.nn.Linear4bit):
+                module.compute_dtype = compute_dtype
+        with torch.autocast(stores().device.type, torch.bfloat16, enabled=on):
+            return step(checkpointed(with_adapters(model, ALL_LINEARS)))
+
+    expected = run(resident_model(stores(), patched=True))
+    assert_equal(run(streamed_model(stores(), **LATE)), expected, at_least=14 * LAYERS)
+    plain = run(resident_model(stores(), patched=True), on=False)
+    assert not torch.equal(plain["loss 0"], expected["loss 0"])

@@ -91,10 +91,14 @@ def streamed_model(store: Store, **options) -> torch.nn.Module:
     return nybble.stream(None, store, device=store.device, **options)
 
 
-def resident_model(store: Store) -> torch.nn.Module:
-    """On the store's device, its rotary tables made on the CPU, as those of the streamed model."""
+def resident_model(store: Store, patched: bool = False) -> torch.nn.Module:
+    """On the store's device, its rotary tables made on the CPU, as those of the streamed model. patched: by
+    nybble.patch, instead of the plain class above.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(store, device_map={"": "cpu"})
     torch.nn.Module.to(model, store.device)
+    if patched:
+        nybble.patch(model)
     for module in model.modules():
         if type(module) is bnb.nn.Linear4bit:
             module.__class__ = ResidentLinear4bit
