@@ -20,6 +20,7 @@ class CallDevice {
     if (device.cuda()) {
 #ifdef NYBBLE_HAVE_CUDA
       guard_.emplace(device.index);
+      cuda_device_model(device.index);  // refuses a driver or a card that this build cannot use
       stream = current_stream(device);
 #else
       fail(ErrorKind::kUnsupported, "nybble was built without CUDA, but a tensor is on ", name(device),

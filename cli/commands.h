@@ -8,6 +8,8 @@ namespace nybble::cli {
 
 using Run = std::function<int()>;
 
+std::string python_program();  // $NYBBLE_PYTHON, else python3: the interpreter that bench, tune and doctor ask
+
 void add_quantize(CLI::App& app, Run& run);
 void add_inspect(CLI::App& app, Run& run);
 void add_verify(CLI::App& app, Run& run);

@@ -8,20 +8,18 @@
 
 #include "commands.h"
 #include "core/parallel.h"
-#include "core/posix.h"
+#include "core/support.h"
 #include "exit_codes.h"
-#include "units.h"
 
 namespace nybble::cli {
 namespace {
 
-struct CpuReport {
-  std::string model;
-  std::vector<std::string> features;
-};
+constexpr int64_t kLargestReport = int64_t{1} << 20;
 
 CpuReport cpu_report() {
   CpuReport report;
+  report.threads = num_threads();
+  report.avx2 = cpu_has_avx2();
   std::ifstream info("/proc/cpuinfo");
   for (std::string line; report.model.empty() && std::getline(info, line);) {
     if (line.starts_with("model name")) report.model = line.substr(line.find(':') + 2);
@@ -41,7 +39,6 @@ CpuReport cpu_report() {
   return report;
 }
 
-// The driver's own version line; empty where there is none.
 std::string driver_text() {
   std::ifstream version("/proc/driver/nvidia/version");
   std::string line;
@@ -49,63 +46,38 @@ std::string driver_text() {
   return line;
 }
 
-std::string limit_text(int64_t bytes) { return bytes < 0 ? "unlimited" : human_bytes(bytes); }
-std::string version_text(int version) { return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10); }
-
-void print_text(const CpuReport& cpu, const posix::SystemLimits& limits, const CudaReport& cuda) {
-  std::string features;
-  for (const auto& feature : cpu.features) features += " " + feature;
-  std::printf("nybble   %s\n", NYBBLE_VERSION);
-  std::printf("cpu      %s, %d threads,%s\n", cpu.model.c_str(), num_threads(), features.c_str());
-  std::printf("memory   %s, %s available, control-group limit %s\n", human_bytes(limits.memory_bytes).c_str(),
-              human_bytes(limits.available_bytes).c_str(), limit_text(limits.group_limit_bytes).c_str());
-  std::printf("pinning  at most %s (RLIMIT_MEMLOCK; CUDA's own pinning is not bound by it)\n", limit_text(limits.lockable_bytes).c_str());
-  std::printf("pages    %lld bytes\n", static_cast<long long>(limits.page_bytes));
-  const std::string driver = driver_text();
-  std::printf("driver   %s\n", driver.empty() ? "no NVIDIA driver is loaded" : driver.c_str());
-  if (!cuda.built) {
-    std::printf("cuda     built without CUDA: the GPU paths are not in this build\n");
-    return;
+// Asks the interpreter. The package says itself what is wrong with its torch.
+PythonReport python_report() {
+  constexpr const char* kProbe =
+      "import json\n"
+      "try:\n"
+      "  from nybble.support import torch_report\n"
+      "  report = torch_report()\n"
+      "except Exception as error:\n"
+      "  report = {'problem': str(error)}\n"
+      "print(json.dumps(report))\n";
+  PythonReport report;
+  report.program = python_program();
+  const posix::Output output = posix::capture_program({report.program, "-c", kProbe});
+  const auto json = nlohmann::json::parse(output.text, nullptr, false);
+  if (output.exit_code == posix::kNoProgram) {
+    report.problem = "there is no such program; without Python only quantize, inspect, verify and doctor work";
+  } else if (!json.is_object()) {
+    report.problem = "ended with exit code " + std::to_string(output.exit_code) + " when it was asked for the nybble package";
+  } else {
+    report.version = json.value("python", "");
+    report.torch = json.value("torch", "");
+    report.torch_cuda = json.value("torch_cuda", "");
+    report.problem = json.value("problem", "");
   }
-  std::printf("cuda     built with %s, driver takes up to %s\n", version_text(cuda.runtime_version).c_str(),
-              cuda.driver_version == 0 ? "nothing (no driver)" : version_text(cuda.driver_version).c_str());
-  if (!cuda.problem.empty()) std::printf("gpu      none: %s\n", cuda.problem.c_str());
-  for (const auto& gpu : cuda.gpus) {
-    std::printf("gpu      %s, sm_%d, %d multiprocessors, %s, %d copy engines\n", gpu.name.c_str(), gpu.compute_capability,
-                gpu.multiprocessors, human_bytes(gpu.memory_bytes).c_str(), gpu.copy_engines);
-  }
+  return report;
 }
 
-void print_json(const CpuReport& cpu, const posix::SystemLimits& limits, const CudaReport& cuda) {
-  nlohmann::ordered_json gpus = nlohmann::ordered_json::array();
-  for (const auto& gpu : cuda.gpus) {
-    gpus.push_back({{"name", gpu.name},
-                    {"compute_capability", gpu.compute_capability},
-                    {"multiprocessors", gpu.multiprocessors},
-                    {"memory_bytes", gpu.memory_bytes},
-                    {"copy_engines", gpu.copy_engines}});
-  }
-  const nlohmann::ordered_json json = {{"version", NYBBLE_VERSION},
-                                       {"cpu", {{"model", cpu.model}, {"threads", num_threads()}, {"features", cpu.features}}},
-                                       {"memory",
-                                        {{"bytes", limits.memory_bytes},
-                                         {"available_bytes", limits.available_bytes},
-                                         {"control_group_limit_bytes", limits.group_limit_bytes},
-                                         {"lockable_bytes", limits.lockable_bytes},
-                                         {"page_bytes", limits.page_bytes}}},
-                                       {"driver", driver_text()},
-                                       {"cuda",
-                                        {{"built", cuda.built},
-                                         {"runtime_version", cuda.runtime_version},
-                                         {"driver_version", cuda.driver_version},
-                                         {"problem", cuda.problem},
-                                         {"gpus", gpus}}}};
-  std::printf("%s\n", json.dump(2).c_str());
-}
-
-int doctor(bool json) {
-  const auto print = json ? print_json : print_text;
-  print(cpu_report(), posix::system_limits(), cuda_report());
+int doctor(bool json, const std::string& file) {
+  const Report report = file.empty()
+                            ? Report{NYBBLE_VERSION, cpu_report(), posix::system_limits(), driver_text(), cuda_report(), python_report()}
+                            : report_from_json(posix::read_file(file, kLargestReport), file);
+  std::fputs((json ? to_json(report).dump(2) + "\n" : to_text(report)).c_str(), stdout);
   return kOk;
 }
 
@@ -113,9 +85,11 @@ int doctor(bool json) {
 
 void add_doctor(CLI::App& app, Run& run) {
   auto json = std::make_shared<bool>(false);
-  auto* command = app.add_subcommand("doctor", "CPU, memory limits, driver and GPUs, as this build sees them");
+  auto file = std::make_shared<std::string>();
+  auto* command = app.add_subcommand("doctor", "CPU, memory limits, driver, GPUs and torch, as this build sees them, and what follows");
   command->add_flag("--json", *json, "machine-readable");
-  command->callback([json, &run] { run = [json] { return doctor(*json); }; });
+  command->add_option("--read", *file, "explain a report that --json wrote, of this or another machine");
+  command->callback([json, file, &run] { run = [json, file] { return doctor(*json, *file); }; });
 }
 
 }  // namespace nybble::cli

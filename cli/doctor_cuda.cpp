@@ -3,11 +3,14 @@
 #ifdef NYBBLE_HAVE_CUDA
 #  include <cuda_runtime_api.h>
 
+#  include "core/build_info.h"
+
 namespace nybble::cli {
 
 CudaReport cuda_report() {
   CudaReport report;
   report.built = true;
+  report.targets = cuda_targets();
   cudaRuntimeGetVersion(&report.runtime_version);
   cudaDriverGetVersion(&report.driver_version);
   int count = 0;

@@ -7,12 +7,17 @@
 #include "nybble/error.h"
 
 namespace nybble::cli {
+
+std::string python_program() {
+  const char* named = std::getenv("NYBBLE_PYTHON");
+  return named && *named ? named : "python3";
+}
+
 namespace {
 
 // Runs `python -m module arguments...`; its exit code.
 int hand_over(const std::string& module, const std::vector<std::string>& arguments) {
-  const char* named = std::getenv("NYBBLE_PYTHON");
-  const std::string python = named && *named ? named : "python3";
+  const std::string python = python_program();
   const std::string probe = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('nybble') else 9)";
   const int found = posix::run_program({python, "-c", probe});
   if (found != 0) {

@@ -1,8 +1,9 @@
 # Finds nvcc (on PATH, in CUDACXX, or PyPI's in the environment of NYBBLE_PYTHON) and gives
 #   NYBBLE_HAVE_CUDA
-#   nybble_cuda_sources(FAMILY portable|sm90a SOURCES ...)   from any src folder
+#   nybble_cuda_sources(FAMILY codec|portable|sm90a SOURCES ...)   from any src folder
 #   nybble_finish_cuda(target)                               once, at the end
-# A family is an object library with targets of its own: sm90a sources use instructions that exist on that target only.
+# A family is an object library with targets of its own: codec sources take them all, portable ones those from 80 on, sm90a ones use
+# instructions that exist on that target only.
 set(NYBBLE_HAVE_CUDA OFF)
 if(NOT NYBBLE_CUDA STREQUAL "OFF")
   include(CheckLanguage)
@@ -50,11 +51,17 @@ function(nybble_gencode family out)
       endif()
     else()
       string(REGEX REPLACE "[af]$" "" plain "${target}")
+      if(family STREQUAL "portable" AND plain LESS 80)
+        continue()
+      endif()
       list(APPEND flags "-gencode=arch=compute_${plain},code=sm_${plain}")
       set(last "${plain}")
     endif()
   endforeach()
   if(NOT family STREQUAL "sm90a")
+    if(NOT DEFINED last)
+      message(FATAL_ERROR "NYBBLE_CUDA_TARGETS is \"${NYBBLE_CUDA_TARGETS}\", expected at least one target from 80 on.")
+    endif()
     list(APPEND flags "-gencode=arch=compute_${last},code=compute_${last}")
   endif()
   set(${out} "${flags}" PARENT_SCOPE)

@@ -3,7 +3,7 @@
 # NYBBLE_CUDA_TARGETS: fewer targets (the wheel then says so in nybble.build_info()).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-targets=${NYBBLE_CUDA_TARGETS:-80;86;89;90a;100;120}
+targets=${NYBBLE_CUDA_TARGETS:-75;80;86;89;90a;100;120}
 platform=manylinux_2_35_x86_64
 python=$PWD/.venv/bin/python
 rm -rf build/dist

@@ -20,7 +20,7 @@ extern "C" {
 #define NYBBLE_DEVICE_CPU (-1) /* a device is this or a CUDA ordinal */
 
 NYBBLE_EXPORT const char* nybble_version(void);
-NYBBLE_EXPORT const char* nybble_build_info(void); /* a JSON object: version, compiler, cuda, cuda_targets */
+NYBBLE_EXPORT const char* nybble_build_info(void); /* a JSON object: version, compiler, flags, cuda, cuda_targets, ... */
 
 /* The last failure of this thread: its text (empty before the first) and nybble::ErrorKind as an int (-1 before the first). */
 NYBBLE_EXPORT const char* nybble_last_error(void);
@@ -78,6 +78,10 @@ NYBBLE_EXPORT int nybble_linear(const nybble_linear_call* call);
 NYBBLE_EXPORT int nybble_linear_workspace(const nybble_linear_call* call, int64_t* bytes);
 /* The plan or, where no fused path takes the call, the reason, as text: at most `size` bytes with the final zero. *fused: 1 or 0. */
 NYBBLE_EXPORT int nybble_linear_plan(const nybble_linear_call* call, int32_t* fused, char* text, size_t size);
+
+/* Whether this build works on a device: an error (unsupported) with the reason where it does not, else 0. text: in what it works less well
+ * there than elsewhere, one sentence, empty if in nothing; at most `size` bytes with the final zero. */
+NYBBLE_EXPORT int nybble_device_note(int32_t device, char* text, size_t size);
 
 /* The table of measured choices that plans on CUDA devices follow, docs/tune.md. Set: JSON text; null or an empty table: none. A text that
  * is wrong is refused, and the table before it stays. Get: the JSON text of the active one ("" when there is none), at most `size` bytes

@@ -10,8 +10,10 @@ namespace nybble {
 
 using CudaStream = void*;  // a cudaStream_t; null is the legacy default stream
 
-int cuda_device_count();                            // 0 without a driver, never throws
-const DeviceModel& cuda_device_model(int ordinal);  // read once, thread safe; throws kValue without such a device
+int cuda_device_count();  // 0 without a driver, never throws
+// Read once, thread safe. Throws kValue without such a device, kUnsupported where the driver is too old for this build or the build has no
+// code for the card.
+const DeviceModel& cuda_device_model(int ordinal);
 
 // Runs a plan that plan_linear() made for this problem and device. args.workspace holds plan.workspace_bytes. Never called with a kDequant
 // plan: there the caller dequantises and multiplies with its own dense matmul.

@@ -55,8 +55,9 @@ def last_error() -> tuple[str, int]:
 def build_info() -> dict:
     """What this library is and what it runs on.
 
-    Returns a dict: version, compiler, build_type, cuda (version of nvcc, None in a CPU build), cuda_targets,
-    built_for_torch, torch (the version that is running), torch_cuda (its CUDA version or None), library (path).
+    Returns a dict: version, compiler, build_type, flags (of the C++ compiler), cuda (version of nvcc, None in a CPU
+    build), cuda_targets, built_for_torch, torch (the version that is running), torch_cuda (its CUDA version or None),
+    library (path).
     """
     info = json.loads(lib.nybble_build_info().decode())
     info.update(torch=torch.__version__, torch_cuda=torch.version.cuda, library=str(path))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from . import _ops
+from .devices import first_use
 from .errors import translate
 
 Guard = Callable[[torch.Tensor], None]
@@ -89,6 +90,7 @@ def launch_grad_input(grad_y, weight, spec, guard):
 
 def forward(x, weight, bias, uid, spec, guard):
     """The multiply in eager mode. weight: packed, absmax, code, nested_absmax, nested_code, offset."""
+    first_use(x)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return LinearFunction.apply(x, *weight, bias, uid, spec, guard)
     if guard is not None:

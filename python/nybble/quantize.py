@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from . import _ops
+from .devices import first_use
 from .errors import translate
 from .quant_state import BLOCK_SIZES, QuantState, dtype_code, nested_table, quant_type_code, table, weight_args
 
@@ -45,6 +46,7 @@ def quantize_4bit(
             f"{A.numel()} values pack into {packed_bytes} bytes, expected a multiple of {itemsize} for quant_storage "
             f"{quant_storage}; use torch.uint8"
         )
+    first_use(A)
     try:
         packed, scales = _ops.quantize_4bit(A.detach(), blocksize, type_code)
         state = QuantState(scales, A.shape, table(quant_type, A.device), blocksize, quant_type, A.dtype)
@@ -101,6 +103,7 @@ def dequantize_4bit(
 def dense_weight(packed: torch.Tensor, quant_state: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The dense weight in dtype (by default that of the state): fp32 table value times scale, rounded once."""
     args = weight_args(packed, quant_state)
+    first_use(packed)
     out_dtype = args.state_dtype if dtype is None else dtype_code(dtype, "dtype")
     shape = args.shape or (1,)
     columns = shape[-1]

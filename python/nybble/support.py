@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 
 import torch
@@ -18,6 +19,15 @@ def require_torch(version: str) -> None:
         )
 
 
+def foreign_torch() -> str | None:
+    """What else than CPUs and NVIDIA GPUs this torch is built for: "ROCm 7.0", "XPU", "MPS"; None for nothing."""
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"
+    if getattr(torch.version, "xpu", None) is not None:
+        return "XPU"
+    return "MPS" if torch.backends.mps.is_built() else None
+
+
 def reason_against(device: torch.device, built_for_cuda: bool) -> str | None:
     """None where nybble multiplies on a device, else why not and what to do. built_for_cuda: this library."""
     if device.type == "cpu":
@@ -29,3 +39,20 @@ def reason_against(device: torch.device, built_for_cuda: bool) -> str | None:
     if not built_for_cuda:
         return "on a GPU, but this nybble was built without CUDA: install the wheel, or build where nvcc is found"
     return None
+
+
+def torch_report() -> dict[str, str]:
+    """What `nybble doctor` prints of Python: python, torch, torch_cuda ("" without CUDA), problem ("" for none)."""
+    foreign = foreign_torch()
+    problem = (
+        f"torch {torch.__version__} is built for {foreign}; nybble multiplies on CPUs and NVIDIA GPUs, so there it "
+        "runs on the CPU only"
+        if foreign
+        else ""
+    )
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda or "",
+        "problem": problem,
+    }

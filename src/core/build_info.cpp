@@ -5,6 +5,7 @@
 namespace nybble {
 
 const char* version() { return NYBBLE_VERSION; }
+const char* cuda_targets() { return NYBBLE_CUDA_TARGETS; }
 const char* build_info_json() { return NYBBLE_BUILD_INFO; }
 
 }  // namespace nybble

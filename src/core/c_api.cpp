@@ -8,6 +8,7 @@
 #include "core/build_info.h"
 #include "core/last_error.h"
 #include "core/parallel.h"
+#include "core/support.h"
 #include "nybble/cuda.h"
 #include "nybble/linear.h"
 #include "nybble/tune.h"
@@ -35,8 +36,7 @@ void require(const void* pointer, const char* name) {
 
 void require_cuda(int32_t device) {
 #ifdef NYBBLE_HAVE_CUDA
-  if (device >= 0 && device < cuda_device_count()) return;
-  fail(ErrorKind::kValue, "device ", device, ", expected -1 (CPU) or a CUDA ordinal below ", cuda_device_count());
+  cuda_device_model(device);
 #else
   fail(ErrorKind::kUnsupported, "nybble was built without CUDA, but device ", device, " was asked for; use -1 (CPU) or the CUDA build");
 #endif
@@ -200,6 +200,14 @@ int nybble_linear_plan(const nybble_linear_call* call, int32_t* fused, char* tex
     const std::string refusal = supports_fused(problem, device);
     *fused = refusal.empty() ? 1 : 0;
     copy_text(refusal.empty() ? to_string(plan_on(problem, device)) : refusal, text, size);
+  });
+}
+
+int nybble_device_note(int32_t device, char* text, size_t size) {
+  return run_recorded([&] {
+    require(text, "text");
+    const DeviceModel model = model_of(device);
+    copy_text(on_cpu(device) ? note_on_cpu(cpu_has_avx2()) : note_on_gpu(model.name, model.sm), text, size);
   });
 }
 

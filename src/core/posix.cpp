@@ -53,6 +53,26 @@ int64_t group_used_bytes() {
   return used;
 }
 
+// The process of a program, or nothing when there is none of that name.
+std::optional<pid_t> start(const std::vector<std::string>& command, const posix_spawn_file_actions_t* actions) {
+  std::vector<char*> arguments;
+  for (const std::string& part : command) arguments.push_back(const_cast<char*>(part.c_str()));
+  arguments.push_back(nullptr);
+  pid_t child = 0;
+  const int error = ::posix_spawnp(&child, arguments[0], actions, nullptr, arguments.data(), environ);
+  if (error == ENOENT) return std::nullopt;
+  if (error != 0) fail_errno("cannot run", command[0], error);
+  return child;
+}
+
+int wait_for(pid_t child, const std::string& program) {
+  int status = 0;
+  while (::waitpid(child, &status, 0) < 0) {
+    if (errno != EINTR) fail_errno("cannot wait for", program, errno);
+  }
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
 }  // namespace
 
 FileMap::FileMap(const Path& path) {
@@ -218,18 +238,37 @@ SystemLimits system_limits() {
 bool is_terminal(int fd) { return ::isatty(fd) == 1; }
 
 int run_program(const std::vector<std::string>& command) {
-  std::vector<char*> arguments;
-  for (const std::string& part : command) arguments.push_back(const_cast<char*>(part.c_str()));
-  arguments.push_back(nullptr);
-  pid_t child = 0;
-  const int error = ::posix_spawnp(&child, arguments[0], nullptr, nullptr, arguments.data(), environ);
-  if (error == ENOENT) return kNoProgram;
-  if (error != 0) fail_errno("cannot run", command[0], error);
-  int status = 0;
-  while (::waitpid(child, &status, 0) < 0) {
-    if (errno != EINTR) fail_errno("cannot wait for", command[0], errno);
+  const std::optional<pid_t> child = start(command, nullptr);
+  return child ? wait_for(*child, command[0]) : kNoProgram;
+}
+
+Output capture_program(const std::vector<std::string>& command) {
+  int ends[2];
+  if (::pipe2(ends, O_CLOEXEC) != 0) fail_errno("cannot make a pipe for", command[0], errno);
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
+  posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, "/dev/null", O_WRONLY, 0);
+  std::optional<pid_t> child;
+  try {
+    child = start(command, &actions);
+  } catch (...) {
+    posix_spawn_file_actions_destroy(&actions);
+    ::close(ends[0]);
+    ::close(ends[1]);
+    throw;
   }
-  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  posix_spawn_file_actions_destroy(&actions);
+  ::close(ends[1]);
+  Output output;
+  char buffer[4096];
+  for (ssize_t got; (got = ::read(ends[0], buffer, sizeof buffer)) != 0;) {
+    if (got > 0) output.text.append(buffer, static_cast<size_t>(got));
+    if (got < 0 && errno != EINTR) break;
+  }
+  ::close(ends[0]);
+  output.exit_code = child ? wait_for(*child, command[0]) : kNoProgram;
+  return output;
 }
 
 }  // namespace nybble::posix

@@ -95,4 +95,11 @@ bool is_terminal(int fd);
 constexpr int kNoProgram = 127;
 int run_program(const std::vector<std::string>& command);
 
+// The same with what it writes to its output collected and its error output dropped.
+struct Output {
+  int exit_code = 0;
+  std::string text;
+};
+Output capture_program(const std::vector<std::string>& command);
+
 }  // namespace nybble::posix

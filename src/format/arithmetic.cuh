@@ -33,6 +33,22 @@ __device__ __forceinline__ float max_magnitude(float largest, float x) {
 }
 __device__ __forceinline__ float flush(float x) { return device::multiply_flushed(x, 1.0f); }
 
+// As device::pack_pair, on cards below compute capability 8.0 too, which have no instruction for it.
+template <typename T>
+__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  const auto bits = [](float x) -> uint32_t {
+    if constexpr (__is_same(T, __half))
+      return __half_as_ushort(__float2half_rn(x));
+    else
+      return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+  };
+  return bits(high) << 16 | bits(low);
+#else
+  return device::pack_pair<T>(low, high);
+#endif
+}
+
 // x rounded to the dtype in which bitsandbytes keeps de-nested scales.
 __device__ __forceinline__ float round_to(DType dtype, float x) {
   if (dtype == DType::kFloat16) return __half2float(__float2half_rn(x));

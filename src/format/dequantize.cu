@@ -108,8 +108,8 @@ __device__ __forceinline__ void store_row(const float (&weights)[8], uint8_t* ou
     words[0] = {__float_as_uint(weights[0]), __float_as_uint(weights[1]), __float_as_uint(weights[2]), __float_as_uint(weights[3])};
     words[1] = {__float_as_uint(weights[4]), __float_as_uint(weights[5]), __float_as_uint(weights[6]), __float_as_uint(weights[7])};
   } else {
-    words[0] = {device::pack_pair<T>(weights[0], weights[1]), device::pack_pair<T>(weights[2], weights[3]),
-                device::pack_pair<T>(weights[4], weights[5]), device::pack_pair<T>(weights[6], weights[7])};
+    words[0] = {pack_pair<T>(weights[0], weights[1]), pack_pair<T>(weights[2], weights[3]), pack_pair<T>(weights[4], weights[5]),
+                pack_pair<T>(weights[6], weights[7])};
   }
 }
 
@@ -123,7 +123,7 @@ __device__ __forceinline__ void store_row_guarded(const Params& p, const float (
     if constexpr (sizeof(T) == 4) {
       store_u32(out, __float_as_uint(weights[i]));
     } else {
-      store_u16(out, device::pack_pair<T>(weights[i], 0.0f));
+      store_u16(out, pack_pair<T>(weights[i], 0.0f));
     }
   }
 }

@@ -2,7 +2,9 @@
 #include <array>
 #include <mutex>
 
+#include "core/build_info.h"
 #include "core/cuda_check.h"
+#include "core/support.h"
 #include "linear/hopper.h"
 #include "linear/portable.h"
 #include "linear/row.h"
@@ -15,8 +17,17 @@ namespace {
 
 constexpr int kMaxDevices = 64;
 
+void check_driver() {
+  int build = 0, driver = 0;
+  check(cudaRuntimeGetVersion(&build));
+  check(cudaDriverGetVersion(&driver));
+  const std::string refusal = refusal_of_driver(build, driver);
+  if (!refusal.empty()) fail(ErrorKind::kUnsupported, refusal);
+}
+
 DeviceModel read_model(int ordinal) {
   const int count = cuda_device_count();
+  if (count == 0) check_driver();
   if (ordinal >= count) fail(ErrorKind::kValue, "CUDA device ", ordinal, ", found ", count, count == 1 ? " device" : " devices");
   DeviceModel model;
   cudaDeviceProp properties;
@@ -26,6 +37,8 @@ DeviceModel read_model(int ordinal) {
   model.sm_count = properties.multiProcessorCount;
   model.l2_bytes = properties.l2CacheSize;
   model.smem_per_block_bytes = static_cast<int64_t>(properties.sharedMemPerBlockOptin);
+  const std::string refusal = refusal_of_gpu(model.name, model.sm, cuda_targets());
+  if (!refusal.empty()) fail(ErrorKind::kUnsupported, refusal);
   return model;
 }
 

@@ -21,6 +21,7 @@ def test_build_info_says_what_runs():
     assert info["torch"] == torch.__version__ and info["version"] == nybble.__version__
     assert os.path.samefile(info["library"], _library.path)
     assert (info["cuda"] is None) == (info["cuda_targets"] == "")
+    assert "-O" in info["flags"] and "-ffp-contract=off" in info["flags"]
     json.dumps(info)
 
 
