@@ -1,6 +1,6 @@
 # Every target does its own set-up. On a machine without network (a GPU node): NYBBLE_PYTHON=python3 make gpu-test
 # uses that interpreter and the build folder NYBBLE_BUILD_DIR as they are: no apt, no pip, no compiler.
-.PHONY: demo test lint bench sanitize gpu-test gate-selftest wheel wheel-test peer-test build setup clean format
+.PHONY: demo test lint bench sanitize gpu-test gate-selftest wheel wheel-test sdist-test peer-test build setup clean format
 .DEFAULT_GOAL := test
 
 CUDA ?= AUTO
@@ -77,6 +77,9 @@ wheel: setup
 
 wheel-test:
 	@tools/wheel_test.sh
+
+sdist-test: setup
+	@tools/sdist_test.sh
 
 clean:
 	rm -rf build dist
