@@ -114,6 +114,11 @@ def weight_args(packed: torch.Tensor, state: Any) -> WeightArgs:
         raise ValueError(
             "the weight has no quant_state, expected one: quantise it first (Linear4bit does when it moves to a device)"
         )
+    if getattr(state, "packing_format_for_cpu", False):
+        raise ValueError(
+            "the weight is in bitsandbytes' CPU inference layout, expected the usual one; load the model again and "
+            "call .train() before its first forward"
+        )
     try:
         absmax, shape, code, state2 = state.absmax, state.shape, state.code, state.state2
         blocksize, quant_type, dtype = state.blocksize, state.quant_type, state.dtype
@@ -123,11 +128,6 @@ def weight_args(packed: torch.Tensor, state: Any) -> WeightArgs:
         ) from None
     if shape is None:
         raise ValueError("quant_state.shape is None, expected the shape of the dense weight")
-    if getattr(state, "packing_format_for_cpu", False):
-        raise ValueError(
-            "the weight is in bitsandbytes' CPU inference layout, expected the usual one; "
-            "call .train() before the first forward, or load the model again"
-        )
     codes = QUANT_TYPE_CODES.get(quant_type), DTYPE_CODES.get(dtype)
     if None in codes:
         codes = quant_type_code(quant_type), dtype_code(dtype, "quant_state.dtype")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
-from .._library import build_info
+from ..devices import device_note
 from ..errors import UnsupportedError
 from ..plan import supports
 from ..quant_state import weight_args
-from ..support import reason_against
 from .modules import quant_state_of
 from .report import ModuleReport, reason_in_words
 
@@ -24,9 +23,10 @@ def check_weight(name: str, module: torch.nn.Module) -> None:
             f"{name}: the weight is on the meta device, expected a quantised weight; load the model (from_pretrained "
             "with a BitsAndBytesConfig) before nybble.patch"
         )
-    unsupported = reason_against(weight.device, built_for_cuda=build_info()["cuda"] is not None)
-    if unsupported is not None:
-        raise UnsupportedError(f"{name}: the weight is {unsupported}")
+    try:
+        device_note(weight.device)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{name}: {error}") from None
     if state is None:
         if weight.is_floating_point() and weight.shape == (module.out_features, module.in_features):
             raise ValueError(
@@ -40,7 +40,8 @@ def check_weight(name: str, module: torch.nn.Module) -> None:
     if getattr(state, "packing_format_for_cpu", False):
         raise ValueError(
             f"{name}: the weight is in bitsandbytes' CPU inference layout (it ran in eval mode), expected the usual "
-            "one; model.state_dict() puts it back, or patch before the first forward"
+            "one; load the model again and patch it before its first forward (model.state_dict() puts the layout back, "
+            "but with rounded scales)"
         )
     try:
         args = weight_args(weight, state)
@@ -50,6 +51,12 @@ def check_weight(name: str, module: torch.nn.Module) -> None:
         raise ValueError(
             f"{name}: quant_state.shape is {list(args.shape)}, expected "
             f"{[module.out_features, module.in_features]} ([out_features, in_features])"
+        )
+    absmax = args.tensors[1]
+    if absmax.dtype != (torch.float32 if state.state2 is None else torch.uint8):
+        raise ValueError(
+            f"{name}: quant_state.absmax is {absmax.dtype}, expected torch.float32, or torch.uint8 with nested scales; "
+            "load the model again (bitsandbytes leaves bfloat16 when it undoes its CPU inference layout)"
         )
     needed = (args.shape[0] * args.shape[1] + 1) // 2
     if weight.numel() * weight.element_size() != needed:

@@ -5,6 +5,7 @@ import threading
 import bitsandbytes as bnb
 import pytest
 import torch
+from bitsandbytes.functional import _convert_weight_packed_for_cpu
 
 import nybble
 from nybble.patching.modules import Patched
@@ -29,7 +30,31 @@ def still_dense(model):
 
 
 def repacked_for_inference(model):
-    model.get_submodule(Q).weight.quant_state.packing_format_for_cpu = True
+    """As an evaluation leaves it on CPUs with AVX512-BF16."""
+    weight = model.get_submodule(Q).weight
+    weight.data, _ = _convert_weight_packed_for_cpu(weight.data, weight.quant_state)
+
+
+def rounded_scales(model):
+    """As bitsandbytes leaves plain scales when it undoes its inference layout."""
+    state = model.get_submodule(Q).weight.quant_state
+    state.absmax, state.state2, state.nested = torch.ones(64, dtype=torch.bfloat16), None, False
+
+
+def half_on_meta(model):
+    for name, module in linears(model).items():
+        if ".layers.1." in name:
+            module.weight = bnb.nn.Params4bit(torch.empty_like(module.weight, device="meta"), bnb_quantized=True)
+
+
+def moved_weight(model):
+    """The weight alone on another device: what assigning `weight.data` does, where .to(device) moves both."""
+    weight = model.get_submodule(Q).weight
+    state = weight.quant_state
+    for holder in (state, state.state2):
+        for part in ("absmax", "code", "offset"):
+            if isinstance(getattr(holder, part, None), torch.Tensor):
+                setattr(holder, part, getattr(holder, part).to("meta"))
 
 
 def state_elsewhere(model):
@@ -59,7 +84,10 @@ FAULTS = [
     (on_meta, Q, "meta device.*load the model"),
     (without_state, Q, "no quant_state.*load the model again"),
     (still_dense, Q, "still dense.*moves to a device"),
-    (repacked_for_inference, Q, "CPU inference layout.*model.state_dict"),
+    (repacked_for_inference, Q, "CPU inference layout.*load the model again"),
+    (rounded_scales, Q, "absmax is torch.bfloat16, expected torch.float32.*load the model again"),
+    (half_on_meta, Q, "meta device.*load the model"),
+    (moved_weight, Q, r"quant_state\.absmax is on meta, the weight on cpu"),
     (state_elsewhere, Q, r"quant_state\.absmax is on meta, the weight on cpu.*\.to\(device\)"),
     (offset_elsewhere, Q, r"quant_state\.offset is on meta"),
     (state_of_another, Q, r"quant_state\.shape is \[32, 64\], expected \[64, 64\]"),
@@ -173,16 +201,20 @@ def test_patching_in_two_threads_patches_once(dense):
     assert all(isinstance(module, Patched) for module in linears(model).values())
 
 
-def test_a_weight_repacked_for_inference_is_recognised_and_its_remedy_works(dense):
+def test_the_ops_name_the_inference_layout_too(dense):
+    model = load(dense())
+    repacked_for_inference(model)
+    weight = model.get_submodule(Q).weight
+    with pytest.raises(ValueError, match=r"CPU inference layout.*load the model again"):
+        nybble.linear(torch.randn(3, 64), weight, weight.quant_state)
+
+
+def test_an_evaluation_before_patch_is_recognised(dense):
     model = load(dense()).eval()
     module = model.get_submodule(Q)
     if not module.support_avx512bf16_for_cpu:
         pytest.skip("bitsandbytes repacks only on CPUs with AVX512-BF16")
-    before = module.weight.data.clone()
     with torch.no_grad():
         model(input_ids=batch())
     with pytest.raises(ValueError, match="CPU inference layout"):
         nybble.patch(model)
-    model.state_dict()
-    nybble.patch(model)
-    assert torch.equal(module.weight.data.view(-1), before.view(-1))
