@@ -7,6 +7,7 @@ import transformers
 import nybble
 
 from .models import (
+    FAMILIES,
     LINEARS,
     LOSS_TOLERANCE,
     VOCAB,
@@ -78,6 +79,16 @@ def test_trainer(dense, tmp_path):
     wrong = qlora(dense("Qwen2"), mode="auto")
     spoil(wrong)
     assert apart(wrong) > LOSS_TOLERANCE
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_trainers_give_every_family_the_numbers_of_bitsandbytes(dense, tmp_path, family, before):
+    """before: patched before PEFT, else after. One layer, as there are many runs."""
+    for run in (run_trainer, lambda *args: run_sft(*args)[0]):
+        expected = run(qlora(dense(family), layers=1), tmp_path)
+        found = run(qlora(dense(family), mode="dequant", before=before, layers=1), tmp_path)
+        assert_same(found, expected, at_least=2 * STEPS + LINEARS)
 
 
 def test_trainer_in_mixed_precision_with_accumulated_gradients(dense, tmp_path):

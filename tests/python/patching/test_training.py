@@ -66,6 +66,22 @@ def test_auto_mode_agrees_within_the_stated_tolerance(dense, family, reentrant, 
     assert launches("dequant") == {"forward": 0, "grad_input": 0}
 
 
+def test_ten_steps_of_training_lower_the_loss_as_with_bitsandbytes(dense):
+    def losses(model):
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-2)
+        found = []
+        for _ in range(10):
+            found.append(step(model, batch())["loss"].item())
+            optimizer.step()
+        return found
+
+    expected = losses(qlora(dense()))
+    assert losses(qlora(dense(), mode="dequant")) == expected
+    found = losses(qlora(dense(), mode="auto"))
+    assert found == pytest.approx(expected, rel=3e-2)
+    assert found[-1] < 0.8 * found[0]
+
+
 @pytest.mark.parametrize("mode", ["dequant", "auto"])
 def test_a_wrong_weight_is_seen(dense, mode):
     expected = step(qlora(dense()), batch())
