@@ -2,7 +2,7 @@
 # Installs dist/*.whl into clean environments, one torch version after the other, and runs there what a user would: the op tests, the aliasing gate,
 # ten steps of training, `nybble doctor`, an import that is quick and silent, and an uninstall that leaves nothing.
 # TORCH_VERSIONS: which torch releases (default: the oldest supported, the one we build with, the newest on the index).
-# TORCH_INDEX: an index with torch's CPU builds, if torch's CUDA builds are too large to download.
+# PYTEST_WORKERS: pytest's processes. TORCH_INDEX: an index with torch's CPU builds, if torch's CUDA builds are too large to download.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 wheel=$(ls dist/nybble-*-manylinux_*.whl 2>/dev/null | tail -1) || true
@@ -21,15 +21,15 @@ for version in ${TORCH_VERSIONS:-2.10.0 2.11.0 newest}; do
   $uv venv -q "$environment"
   $uv pip install --python "$environment/bin/python" -q ${TORCH_INDEX:+--index "$TORCH_INDEX"} "$torch" -r "$work/others.txt"
   $uv pip install --python "$environment/bin/python" -q --no-deps "$wheel"
-  cp -r tests docs benchmarks "$work/" # some tests read pages and scripts
+  cp -r tests docs benchmarks "$work/" # some tests read pages and records
   (
     cd "$work" # not the checkout: the installed package must be what is imported
     export OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 NYBBLE_COMMAND=$environment/bin/nybble
     python=$environment/bin/python
     "$python" "$root/tools/check_import.py"
     "$environment/bin/nybble" doctor
-    "$python" -m pytest -q -n 2 --timeout=600 -p no:cacheprovider tests/python --ignore=tests/python/cli --ignore=tests/python/demo \
-      --ignore=tests/python/benchmarks -k "not slow"
+    "$python" -m pytest -q ${PYTEST_WORKERS:--n 2} --timeout=600 -p no:cacheprovider tests/python --ignore=tests/python/demo \
+      --ignore=tests/python/benchmarks
     "$python" -m nybble.gate aliasing
   )
   $uv pip uninstall -q --python "$environment/bin/python" nybble

@@ -14,7 +14,8 @@ ENVIRONMENT = {**os.environ, "LC_ALL": "C"}
 
 
 def command_path() -> Path:
-    path = BUILD / "cli" / "nybble"
+    """$NYBBLE_COMMAND (an installed one), else that of the build folder."""
+    path = Path(os.environ.get("NYBBLE_COMMAND") or BUILD / "cli" / "nybble")
     if not path.exists():
         raise pytest.UsageError(f"{path} does not exist: build it, or set NYBBLE_BUILD_DIR")
     return path
