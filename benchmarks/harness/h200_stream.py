@@ -10,13 +10,13 @@ First every arm's peak memory, then the gradients bit for bit, after the residen
 times: arms in turn, the order shuffled in each round. Writes h200-stream.json and .md. With soup-cli 0.77 on the path,
 its streaming runtime over the same bytes takes part too (stream_peer.py).
 
-A round of an arm is --steps steps, enqueued without waiting in between. host_ms: time until a step is enqueued; near
-step_ms, the step waits for the host, not for the GPU. ratio_resident: time of a resident step with our multiply / time
-of the arm. ratio_dequant, ratio_peer: time of streamed / time of that arm, from pairs of one round, median and 95%
-bootstrap interval. ratio_link: (bytes copied in a step / its time) / the rate of
-page-locked copies measured in the same process. spread: (max - min) / median of the rounds. stack: the layers' seven
-multiplies alone, forward and then forward and grad_x, without transformers, PEFT and autograd: what the ring itself
-gets out of the link.
+A round of an arm is --steps steps, enqueued without waiting in between. Python's garbage collector runs between rounds
+only, as its pauses are longer than steps. host_ms: time until a step is enqueued; near step_ms, the step waits for the
+host, not for the GPU. ratio_resident: time of a resident step with our multiply / time of the arm. ratio_dequant,
+ratio_peer: time of streamed / time of that arm, from pairs of one round, median and 95% bootstrap interval. ratio_link:
+(bytes copied in a step / its time) / the rate of page-locked copies measured in the same process. spread: (max - min) /
+median of the rounds. stack: the layers' seven multiplies alone, forward and then forward and grad_x, without
+transformers, PEFT and autograd: what the ring itself gets out of the link.
 """
 
 import argparse
@@ -37,6 +37,7 @@ import stream_report as report
 import torch
 from stream_arms import GARBAGE, RESIDENT, STREAMED, Resident, Streamed, canonical, with_adapters
 from stream_store import SHAPES, write_store
+from visit_profile import no_collector
 
 import nybble
 from nybble.gate.training.telemetry import Samples
@@ -240,6 +241,7 @@ class Case:
                 model.switch(arm)
                 for group in model.optimiser.param_groups:
                     group["lr"] = 0.0 if arm in GARBAGE else 1e-4
+                gc.collect()
                 self.sync()
                 began, start = time.time(), time.perf_counter()
                 for _ in range(steps):
@@ -298,11 +300,12 @@ class Case:
             self.record["stack"] = [limits.stack(self.streamed, n, rate, self.sync) for n in self.options.stack]
             self.say(report.stack_line(self.record["stack"]))
             save()
-        for tokens in self.lengths:
-            if time.time() - self.start > self.options.budget:
-                self.record["skipped"].append(tokens)
-                continue
-            self.time_arms(tokens, save)
+        with no_collector(), torch.autograd.set_multithreading_enabled(not self.options.calling_thread):
+            for tokens in self.lengths:
+                if time.time() - self.start > self.options.budget:
+                    self.record["skipped"].append(tokens)
+                    continue
+                self.time_arms(tokens, save)
 
 
 def merged(paths: list[pathlib.Path]) -> dict:
@@ -328,6 +331,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1, help="of a round, without waiting in between")
+    parser.add_argument("--calling-thread", action="store_true", help="backward on it, not on autograd's own")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--window", type=int, default=2)
     parser.add_argument("--budget", type=float, default=240, help="seconds; lengths that would start later are skipped")
