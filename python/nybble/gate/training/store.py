@@ -1,8 +1,12 @@
-"""A random NF4 store with the shape of a Llama, so that no gate needs a download. Every layer has bytes of its own."""
+"""A random NF4 store with the shape of a Llama, so that no gate needs a download, written as fast as memory takes it.
+
+Every layer has bytes of its own: a stale read of another layer would otherwise go unseen.
+"""
 
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +16,7 @@ from safetensors.torch import save_file
 from nybble.quant_state import nested_table, table
 
 BLOCK = 64
+WRITERS = 8  # threads that write files while the next layer is made
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Shape:
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "vocab_size": self.vocab,
-            "max_position_embeddings": 8192,
+            "max_position_embeddings": 16384,
             "tie_word_embeddings": True,
             "torch_dtype": "bfloat16",
             "use_cache": False,
@@ -70,18 +75,25 @@ def write_store(folder: Path, shape: Shape, device: torch.device, seed: int = 0)
     (folder / "config.json").write_text(json.dumps(shape.config()))
     generator = torch.Generator(device).manual_seed(seed)
     embedding = torch.randn(shape.vocab, shape.hidden, generator=generator, device=device) / shape.hidden**0.5
-    rest = {"model.embed_tokens.weight": embedding.bfloat16().cpu(), "model.norm.weight": _ones(shape)}
-    files = {"rest.safetensors": rest}
-    for layer in range(shape.layers):
-        prefix, tensors = f"model.layers.{layer}", {}
-        for name, (n, k) in shape.projections().items():
-            tensors |= weight_tensors(f"{prefix}.{name}.weight", n, k, generator)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}.{norm}.weight"] = _ones(shape)
-        files[f"layer-{layer:03d}.safetensors"] = tensors
-    for name, tensors in files.items():
-        save_file(tensors, folder / name, {"format": "pt"})
-    where = {tensor: name for name, tensors in files.items() for tensor in tensors}
+    where: dict[str, str] = {}
+    waiting: list[Future] = []
+    with ThreadPoolExecutor(WRITERS) as pool:
+
+        def put(name: str, tensors: dict[str, torch.Tensor]) -> None:
+            where.update(dict.fromkeys(tensors, name))
+            waiting.append(pool.submit(save_file, tensors, folder / name, {"format": "pt"}))
+
+        rest = {"model.embed_tokens.weight": embedding.bfloat16().cpu(), "model.norm.weight": _ones(shape)}
+        put("rest.safetensors", rest)
+        for layer in range(shape.layers):
+            prefix, tensors = f"model.layers.{layer}", {}
+            for name, (n, k) in shape.projections().items():
+                tensors |= weight_tensors(f"{prefix}.{name}.weight", n, k, generator)
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                tensors[f"{prefix}.{norm}.weight"] = _ones(shape)
+            put(f"layer-{layer:03d}.safetensors", tensors)
+        for job in waiting:
+            job.result()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     return folder
 
