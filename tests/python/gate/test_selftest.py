@@ -1,7 +1,11 @@
 """The table mutation x gate, a few rows of it: `make gate-selftest` runs all."""
 
+import pathlib
+
+import kernel_selftest
 import pytest
 import selftest
+from kernel_mutations import KERNEL_MUTATIONS, has_switches
 from mutations import MUTATIONS
 
 
@@ -24,3 +28,26 @@ def test_a_cell_that_is_not_as_predicted_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(MUTATIONS[1], "expected", {})
     assert selftest.main(["--only", MUTATIONS[1].name]) == 1
     assert "1 not 0" in capsys.readouterr().out
+
+
+def test_faults_of_the_kernel_table_exist_and_the_product_has_none(capsys):
+    source = (pathlib.Path(__file__).parents[3] / "src/device/fault.h").read_text()
+    names = {fault for mutation in KERNEL_MUTATIONS for fault in mutation.faults}
+    assert len(names) >= 3 and all(f'"{name}"' in source for name in names)
+    assert KERNEL_MUTATIONS[0].expected == {} and not KERNEL_MUTATIONS[0].faults
+    assert not has_switches() and kernel_selftest.main([]) == 1
+    assert "NYBBLE_FAULT_SWITCHES" in capsys.readouterr().err
+
+
+def test_a_cell_of_the_kernel_table_that_is_not_as_predicted_is_an_error(monkeypatch, capsys):
+    found = {mutation.name: dict.fromkeys(kernel_selftest.GATES, 0) for mutation in KERNEL_MUTATIONS}
+    for mutation in KERNEL_MUTATIONS:
+        found[mutation.name] |= {gate: min(codes) for gate, codes in mutation.expected.items()}
+    monkeypatch.setattr(kernel_selftest, "has_switches", lambda: True)
+    monkeypatch.setattr(kernel_selftest, "row", found.get)
+    assert kernel_selftest.main([]) == 0
+    found["missing fence"]["numerics"] = 0
+    found["none, with delays"]["memory"] = None
+    assert kernel_selftest.main([]) == 1
+    text = capsys.readouterr().out
+    assert "0 not 1" in text and "- not 0" in text and "2 cells are not as predicted" in text
