@@ -17,6 +17,7 @@ import sys
 
 import plot_gates
 import plot_linear
+import plot_stream
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks" / "records"
@@ -84,6 +85,9 @@ FIGURES = {
 def plots() -> dict[pathlib.Path, str]:
     """Every plot that a record has, by the file that holds it."""
     found = {RECORDS / "h200-linear.svg": plot_linear.svg(record("h200-linear"))}
+    stream = RECORDS / "h200-stream.svg"
+    if stream.is_file():
+        found[stream] = plot_stream.svg(record("h200-stream"))
     for path in sorted(RECORDS.glob("*-gate-*.json")):
         picture = plot_gates.svg(json.loads(path.read_text()))
         if picture is not None:
