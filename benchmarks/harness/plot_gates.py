@@ -69,8 +69,11 @@ def legend(names, top):
 
 def numerics(record):
     """Error against float64 over torch's, by tokens; a colour a path."""
-    rows = [row for row in record["results"] if row["arm"] == "auto" and row["values"]]
-    points = [(int(row["cell"].split()[2]), row["values"]["ratio"], row["values"]["path"]) for row in rows]
+    rows = [row["values"] | {"cell": row["cell"]} for row in record["results"] if row["arm"] == "auto"]
+    table = record.get("table", {"columns": ["arm"], "rows": []})
+    named = (dict(zip(table["columns"], row, strict=True)) for row in table["rows"])
+    rows += [row for row in named if row["arm"] == "auto"]
+    points = [(int(row["cell"].split()[2]), row["ratio"], row["path"]) for row in rows if "ratio" in row]
     paths = sorted({path for *_, path in points})
     tokens, ratios = [m for m, *_ in points], [ratio for _, ratio, _ in points]
     x = Scale(tokens, LEFT, LEFT + WIDTH, True)

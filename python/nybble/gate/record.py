@@ -14,7 +14,7 @@ import torch
 
 from nybble import build_info
 
-MANY = 500  # rows, above which a record counts its controls instead of listing them
+MANY = 500  # rows, above which a record keeps numbers and counts instead of every row in words
 SCHEMA = Path(__file__).with_name("report.schema.json")
 
 
@@ -23,33 +23,35 @@ def write(
 ) -> None:
     """Writes `path`.json and `path`.md (a suffix of path is dropped). arguments: of `python -m nybble.gate`."""
     whole = {**provenance(arguments), **data, "notes": list(notes)}
-    many = len(data["results"]) > MANY
-    if many:
-        whole["results"], whole["controls_as_predicted"] = without_controls(data["results"])
-    whole["results"] = [compact(result, many) for result in whole["results"]]
+    if len(data["results"]) > MANY:
+        whole |= condensed(data["results"])
+    whole["results"] = [compact(result) for result in whole["results"]]
     stem = path.with_suffix("") if path.suffix in (".json", ".md") else path
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_name(stem.name + ".json").write_text(as_text(whole))
     stem.with_name(stem.name + ".md").write_text(page(whole, list(text), stem.name))
 
 
-def without_controls(results: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """(rows without the controls that did as predicted, how many of these there were by arm)."""
-    kept, counts = [], {}
+def condensed(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of many rows: those that did as predicted as a count by arm, and the products' numbers as a table."""
+    kept, counts, rows = [], {}, []
+    columns = list(dict.fromkeys(key for r in results if r["role"] == "product" for key in r.get("values", {})))
     for result in results:
-        if result["role"] == "control" and result["as_expected"] and not result["faults"]:
-            counts[result["arm"]] = counts.get(result["arm"], 0) + 1
-        else:
+        if "checks" not in result or not result["as_expected"] or result["faults"]:
             kept.append(result)
-    return kept, counts
+            continue
+        counts[result["arm"]] = counts.get(result["arm"], 0) + 1
+        if result["role"] == "product":
+            rows.append([result["arm"], result["cell"], *(result["values"].get(key) for key in columns)])
+    return {"results": kept, "as_predicted": counts, "table": {"columns": ["arm", "cell", *columns], "rows": rows}}
 
 
-def compact(result: dict[str, Any], many: bool = False) -> dict[str, Any]:
-    """A judged row without the words of checks that hold, and where there are many without numbers of controls."""
+def compact(result: dict[str, Any]) -> dict[str, Any]:
+    """A judged row without the words of checks that hold."""
     if "checks" not in result:
         return result
     words = {name: {**c, "found": "" if c["holds"] else c["found"]} for name, c in result["checks"].items()}
-    return {**result, "checks": words, "values": {} if many and result["role"] == "control" else result["values"]}
+    return {**result, "checks": words}
 
 
 def provenance(arguments: Sequence[str]) -> dict[str, Any]:
@@ -103,9 +105,16 @@ def driver() -> dict[str, str]:
 
 def as_text(data: dict[str, Any]) -> str:
     """JSON with one result a line: thousands of rows stay readable as a diff."""
-    head = json.dumps({key: value for key, value in data.items() if key != "results"}, indent=1)
-    rows = ",\n".join("  " + json.dumps(result) for result in data["results"])
-    return head.removesuffix("\n}") + ',\n "results": [\n' + rows + "\n ]\n}\n"
+    head = json.dumps({key: value for key, value in data.items() if key not in ("results", "table")}, indent=1)
+    text = head.removesuffix("\n}") + ',\n "results": [' + one_a_line(data["results"]) + "]"
+    if "table" in data:
+        columns, rows = json.dumps(data["table"]["columns"]), one_a_line(data["table"]["rows"])
+        text += f',\n "table": {{"columns": {columns}, "rows": [{rows}]}}'
+    return text + "\n}\n"
+
+
+def one_a_line(rows: list[Any]) -> str:
+    return "\n" + ",\n".join("  " + json.dumps(row) for row in rows) + "\n " if rows else ""
 
 
 def page(data: dict[str, Any], text: list[str], name: str) -> str:

@@ -73,6 +73,29 @@ def test_reports_and_their_records_keep_to_the_schema(arguments, tmp_path, capsy
     assert stored["command"] == "python -m nybble.gate " + " ".join([*arguments, "--json"])
 
 
+def test_a_record_of_many_rows_keeps_the_products_numbers_and_counts_the_rest(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(record, "MANY", 10)
+    assert (
+        main(["numerics", "--device", "cpu", "--shapes", "33x65", "--largest", "2", "--record", str(tmp_path / "r")])
+        == 0
+    )
+    stored = json.loads((tmp_path / "r.json").read_text())
+    assert faults(stored, SCHEMA) == [] and stored["results"] == []
+    assert stored["as_predicted"]["auto"] == stored["as_predicted"]["swapped rows"] == 4
+    rows = [dict(zip(stored["table"]["columns"], row, strict=True)) for row in stored["table"]["rows"]]
+    assert [row["arm"] for row in rows] == ["auto", "dequant"] * 4 and all(row["ratio"] <= 1.05 for row in rows)
+    result = {
+        "arm": "auto",
+        "role": "product",
+        "cell": "c",
+        "checks": {},
+        "as_expected": False,
+        "faults": [],
+        "values": {},
+    }
+    assert record.condensed([result])["results"] == [result]
+
+
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_stored_records_keep_to_the_schema_and_are_ok(path):
     data = json.loads(path.read_text())
