@@ -89,6 +89,9 @@ def run(options) -> None:
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     late = {} if cuda else {"poison": True, "land_at_wait": True}
     model = checkpointed(with_adapters(nybble.stream(None, options.store, device=device, share=True, **late)))
+    if cuda:  # large adapters make a deep random model in bfloat16 chaotic
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.data.mul_(0.05)
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(3, 96, (2, options.tokens), generator=generator).to(device)
     own = ids[rank : rank + 1]
@@ -97,12 +100,16 @@ def run(options) -> None:
     with Broadcasts() as broadcasts:
         ddp = DistributedDataParallel(model, device_ids=[device.index] if cuda else None)
         same, split = gradients(ddp, ids), gradients(ddp, own)
+    halves = {name: tensor / 2 for name, tensor in half_alone.items()}  # DDP divides before it adds
+    for tensor in halves.values():
+        dist.all_reduce(tensor)
 
     maps = [line.split() for line in pathlib.Path("/proc/self/maps").read_text().splitlines() if "memfd:nybble" in line]
     result = {
         "compared": len(alone),
         "again": equal(again, alone),
         "same": equal(same, alone),
+        "split": equal(split, halves),
         "split_difference": difference(split, alone),
         "half_difference": difference(half_alone, alone),  # what split would be without the reduction
         "broadcast_bytes": broadcasts.bytes,
@@ -118,6 +125,8 @@ def run(options) -> None:
         raise RuntimeError("this rank fails, as it was told to")
     if options.fail_rank is not None:
         gradients(ddp, own)
+        if cuda:
+            torch.cuda.synchronize()
         (options.folder / "went-on").write_text("")
     dist.destroy_process_group()
 
