@@ -16,7 +16,8 @@ CudaReport cuda_report() {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status != cudaSuccess) {
-    report.problem = cudaGetErrorString(status);
+    cudaGetLastError();
+    report.problem = report.driver_version == 0 ? "no NVIDIA driver is loaded" : cudaGetErrorString(status);
     return report;
   }
   for (int i = 0; i < count; i++) {

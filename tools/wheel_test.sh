@@ -2,7 +2,7 @@
 # Installs dist/*.whl into clean environments, one torch version after the other, and runs there what a user would: the op tests, the aliasing gate,
 # ten steps of training, `nybble doctor`, an import that is quick and silent, and an uninstall that leaves nothing.
 # TORCH_VERSIONS: which torch releases (default: the oldest supported, the one we build with, the newest on the index).
-# PYTEST_WORKERS: pytest's processes. TORCH_INDEX: an index with torch's CPU builds, if torch's CUDA builds are too large to download.
+# PYTEST_WORKERS: pytest's processes. WHEEL_TESTS: fewer tests than all. TORCH_INDEX: an index with torch's CPU builds, if torch's CUDA builds are too large to download.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 wheel=$(ls dist/nybble-*-manylinux_*.whl 2>/dev/null | tail -1) || true
@@ -28,8 +28,8 @@ for version in ${TORCH_VERSIONS:-2.10.0 2.11.0 newest}; do
     python=$environment/bin/python
     "$python" "$root/tools/check_import.py"
     "$environment/bin/nybble" doctor
-    "$python" -m pytest -q ${PYTEST_WORKERS:--n 2} --timeout=600 -p no:cacheprovider tests/python --ignore=tests/python/demo \
-      --ignore=tests/python/benchmarks
+    "$python" -m pytest -q ${PYTEST_WORKERS:--n 2} --timeout=600 -p no:cacheprovider \
+      ${WHEEL_TESTS:-tests/python --ignore=tests/python/demo --ignore=tests/python/benchmarks}
     "$python" -m nybble.gate aliasing
   )
   $uv pip uninstall -q --python "$environment/bin/python" nybble
