@@ -28,6 +28,7 @@ from nybble.gate.runner import Claim, Report, Role
 
 LARGEST_RATIO = 1.05  # of the error against float64, to torch's on the same weights
 LARGEST_EXCESS = 64.0  # units of measures.sum_excess; torch's own multiply must stay below it too
+LARGEST_CONTROL = 2048  # tokens
 EXACT_ROWS = 256  # rows of a result that are compared with float64
 
 
@@ -116,10 +117,10 @@ class NumericsGate(CheckGate):
         return self._weights[key]
 
     def runs(self, arm: CheckArm, cell: Cell) -> bool:
-        """Where the plan itself dequantises, there is no fused multiply to put a fault into. Later seeds are there for
-        the product.
+        """Where the plan itself dequantises, there is no fused multiply to put a fault into. Later seeds and the
+        largest M are there for the product.
         """
-        if arm.role == Role.CONTROL.value and cell.seed > 0:
+        if arm.role == Role.CONTROL.value and (cell.seed > 0 or cell.m > LARGEST_CONTROL):
             return False
         return cell.plan.path != "dequant" or arm.role != Role.CONTROL.value or arm.name.startswith("dequant")
 
