@@ -31,8 +31,8 @@ KERNEL_MUTATIONS = (
         ("arrival_order",),
         {"determinism": frozenset({1}), "aliasing": frozenset({3}), "equality": frozenset({3})},
     ),
-    # The hopper kernels: at M 300 and 600, and in the model of equality. The stack of aliasing is small_m's, which puts x
-    # in order long before wgmma reads it: the stress test does not catch a missing fence there either.
+    # The hopper kernels: at M 300 and 600, and in the model of equality. The stack of aliasing is small_m's, which puts
+    # x in order long before wgmma reads it: the stress test does not catch a missing fence there either.
     KernelMutation(
         "missing fence", ("no_proxy_fence",), {"numerics": frozenset({1}), "determinism": RED, "equality": RED}
     ),
