@@ -213,6 +213,9 @@ class Case:
         self.record["exact"] = {
             label: {
                 "equal": sum(torch.equal(a, b) for a, b in zip(found, expected, strict=True)),
+                "differ": [
+                    n for n, a, b in zip(["loss", *names], found, expected, strict=True) if not torch.equal(a, b)
+                ][:9],
                 "compared": len(expected),
                 "zero": zero,
             }

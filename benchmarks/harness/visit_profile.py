@@ -72,6 +72,17 @@ def no_collector():
 
 
 @contextlib.contextmanager
+def frozen():
+    """gc.freeze(): what lives now, libraries and model, is never looked at again."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
 def one_thread_no_collector():
     with torch.autograd.set_multithreading_enabled(False), no_collector():
         yield
@@ -80,8 +91,9 @@ def one_thread_no_collector():
 SETTINGS = {
     "usual": contextlib.nullcontext,
     "backward on the calling thread": lambda: torch.autograd.set_multithreading_enabled(False),
+    "gc.freeze() after set-up": frozen,
     "no garbage collector": no_collector,
-    "both": one_thread_no_collector,
+    "no collector, backward on the calling thread": one_thread_no_collector,
 }
 
 
