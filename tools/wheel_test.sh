@@ -24,6 +24,7 @@ for version in ${TORCH_VERSIONS:-2.10.0 2.11.0 newest}; do
   cp -r tests docs benchmarks "$work/" # some tests read pages and records
   (
     cd "$work" # not the checkout: the installed package must be what is imported
+    unset NYBBLE_BUILD_DIR PYTHONPATH
     export OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 NYBBLE_COMMAND=$environment/bin/nybble
     python=$environment/bin/python
     "$python" "$root/tools/check_import.py"
