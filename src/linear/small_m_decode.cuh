@@ -1,6 +1,7 @@
 // What the two consumers of the small-M kernel share: the byte table, scales of blocks.
 #pragma once
 
+#include "device/byte_table.cuh"
 #include "device/scales.cuh"
 #include "linear/small_m_kernel.cuh"
 
@@ -15,39 +16,10 @@ __device__ __forceinline__ void store_shared_float4(uint32_t address, const floa
   store_shared_u128(address, __float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w));
 }
 
-// The value of a code without indexing: a table in local or constant memory, indexed by lane, costs thousands of clocks at the start.
-__device__ __forceinline__ float select_value(const float (&values)[16], int code) {
-  float v = values[0];
-#pragma unroll
-  for (int i = 1; i < 16; i++) {
-    asm("{.reg .pred p;\nsetp.eq.s32 p, %1, %2;\nselp.f32 %0, %3, %0, p;}" : "+f"(v) : "r"(code), "r"(i), "f"(values[i]));
-  }
-  return v;
-}
-
-// Byte of W -> its two values in fp32, one copy a lane; two threads an entry, rotated so that 8 lanes write 8 different chunks.
-__device__ __forceinline__ void fill_byte_table(uint32_t table, const float (&values)[16], int thread) {
-  const int byte = thread & 255;
-  const uint32_t high = __float_as_uint(select_value(values, byte >> 4)), low = __float_as_uint(select_value(values, byte & 15));
-  const uint32_t to = table + byte * 256 + (thread >> 8) * 128;
-#pragma unroll
-  for (int j = 0; j < 8; j++) store_shared_u128(to + ((j + thread) & 7) * 16, high, low, high, low);
-}
-
-// The values of byte I of a word. lane_table: table | lane << 3; one PRMT makes the address table | byte << 8 | lane << 3.
-// selector: byte_selector(I).
-__device__ __forceinline__ constexpr uint32_t byte_selector(int i) { return 0x7604u | static_cast<uint32_t>(i) << 4; }
-__device__ __forceinline__ float2 look_up(uint32_t word, uint32_t lane_table, uint32_t selector) {
-  const uint32_t address = permute_bytes(word, lane_table, selector);
-  float2 v;
-  asm("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));  // not volatile: the table does not change
-  return v;
-}
-
 // Two weights of one row.
 template <typename T, int I>
 __device__ __forceinline__ uint32_t decode_byte(uint32_t word, uint32_t lane_table, float scale) {
-  const float2 v = look_up(word, lane_table, byte_selector(I));
+  const float2 v = look_up_byte(word, lane_table, byte_selector(I));
   return pack_pair<T>(multiply_flushed(v.x, scale), multiply_flushed(v.y, scale));
 }
 

@@ -47,12 +47,12 @@ struct GradConsumer {
     float2 v0, v1, v2, v3;
     if constexpr (BYTES == 4) {
       constexpr uint32_t kSelector = byte_selector(B);
-      v0 = look_up(w[0], lane_table, kSelector), v1 = look_up(w[1], lane_table, kSelector);
-      v2 = look_up(w[2], lane_table, kSelector), v3 = look_up(w[3], lane_table, kSelector);
+      v0 = look_up_byte(w[0], lane_table, kSelector), v1 = look_up_byte(w[1], lane_table, kSelector);
+      v2 = look_up_byte(w[2], lane_table, kSelector), v3 = look_up_byte(w[3], lane_table, kSelector);
     } else {
       const uint32_t even = byte_selector(BYTES == 2 ? B : warp & 1), odd = even + 0x20;
-      v0 = look_up(w[0], lane_table, even), v1 = look_up(w[0], lane_table, odd);
-      v2 = look_up(w[1], lane_table, even), v3 = look_up(w[1], lane_table, odd);
+      v0 = look_up_byte(w[0], lane_table, even), v1 = look_up_byte(w[0], lane_table, odd);
+      v2 = look_up_byte(w[1], lane_table, even), v3 = look_up_byte(w[1], lane_table, odd);
     }
     a[0] = pack_pair<T>(multiply_flushed(v0.x, upper.x), multiply_flushed(v1.x, upper.y));
     a[1] = pack_pair<T>(multiply_flushed(v0.y, upper.x), multiply_flushed(v1.y, upper.y));
