@@ -76,6 +76,15 @@ __device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
+// The same box to the same place in every CTA of the cluster that `ranks` has a bit for; each one's own barrier counts the bytes.
+__device__ __forceinline__ void tma_load_multicast(uint32_t destination, const CUtensorMap* map, uint32_t barrier, int x, int y,
+                                                   uint16_t ranks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::
+          "r"(destination),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(ranks)
+      : "memory");
+}
 // Contiguous bytes; source, destination and size are multiples of 16.
 __device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination), "l"(source),

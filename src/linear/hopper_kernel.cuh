@@ -69,11 +69,13 @@ struct SegmentList {
 template <int TOKENS_, int W_SLOTS_, int X_SLOTS_, int WARPS_, int STAGING_>
 struct Tile {
   static constexpr int TOKENS = TOKENS_, W_SLOTS = W_SLOTS_, X_SLOTS = X_SLOTS_, WARPS = WARPS_, STAGING = STAGING_;
+  static constexpr int PIECES_AT_ONCE = 1;                              // loads of partial sums under way
+  static constexpr bool ROW_PAIRS = false;                              // the CTAs of a cluster have the same rows and different tokens
   static constexpr int UNROLL = W_SLOTS > X_SLOTS ? W_SLOTS : X_SLOTS;  // slots are constants in the loop: descriptors stay uniform
   static constexpr int DECODE_WARPS = W_SLOTS * WARPS;
   static constexpr int THREADS = 2 * kThreadsPerGroup + 32 * DECODE_WARPS;
   static constexpr int JOB_ROWS = 64 / WARPS;  // rows of W that a decode warp fills in a slot
-  static constexpr int X_BYTES = TOKENS * 128, PACKED_BYTES = JOB_ROWS * 32;
+  static constexpr int X_BYTES = TOKENS * 128, X_BOX = TOKENS, PACKED_BYTES = JOB_ROWS * 32;
   static constexpr int SCALE_BYTES = JOB_ROWS * 4;  // fp32 scales, or words that hold the codes of nested ones; then as many nested scales
   static constexpr int CHUNKS = TOKENS / kChunkTokens, HELD = CHUNKS - STAGING;  // chunks that wait in registers
   // With 384 threads the launch gets 168 registers a thread; a sum beyond 3 x 168 makes the second raise wait for ever.

@@ -43,5 +43,7 @@ struct Launch {
 
 template <typename T>
 void launch_direction(const Launch& launch);
+template <Direction DIRECTION, typename T>
+void launch_rows(const Launch& launch);
 
 }  // namespace nybble::hopper

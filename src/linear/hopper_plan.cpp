@@ -20,18 +20,21 @@ constexpr int64_t kSharedMemoryBytes = 232448;    // of a CTA
 constexpr int64_t kMaxTokens = int64_t{1} << 31;  // TMA coordinates are 32-bit
 
 // Clocks on an H200, fitted to the times of tiles, schedules and scales at 106 problems (docs/hopper.md): the choice is within 1% of the
-// best measured one at each. step: one step of 64 while all clusters work; tile: from the last step of a tile to full speed in the next;
-// exchange: storing, awaiting and adding the pieces of a cut tile; stream: the same for the pieces of a stream-K range. scales: what making
-// them in the kernel adds to all that, forward and grad_x, where lanes read codes a row of W apart.
+// best measured one at each; of row pairs, at 56 (M 64 to 512), within 3% at all but one. step: one step of 64 while all clusters work;
+// tile: from the last step of a tile to full speed in the next; exchange: storing, awaiting and adding the pieces of a cut tile; stream:
+// the same for the pieces of a stream-K range. scales: what making them in the kernel adds to all that, forward and grad_x, where lanes
+// read codes a row of W apart. rows, tokens: of a cluster's tile.
 struct TileModel {
-  int tokens;
+  int rows, tokens;
   int unit;
   double step, tile, exchange, stream;
   double scales[2];
 };
-constexpr TileModel kTileModels[kHopperTiles] = {{256, 4, 1045, 3000, 7000, 9000, {0.03, 0.035}},
-                                                 {128, 8, 650, 2000, 4500, 4000, {0.05, 0.12}},
-                                                 {64, 8, 480, 1200, 3000, 2500, {0.02, 0.02}}};
+constexpr TileModel kTileModels[kHopperTiles] = {
+    {128, 512, 4, 1045, 3000, 7000, 9000, {0.03, 0.035}}, {128, 256, 8, 650, 2000, 4500, 4000, {0.05, 0.12}},
+    {128, 128, 8, 480, 1200, 3000, 2500, {0.02, 0.02}},   {256, 256, 4, 1230, 3500, 7000, 6500, {0, 0.005}},
+    {256, 128, 4, 670, 4000, 500, 4200, {0, 0.045}},      {256, 64, 4, 640, 500, 1300, 8000, {0, 0.045}}};
+constexpr int64_t kRowPairTokens = 256;                      // beyond, the tiles that share a decode were faster at every measured problem
 constexpr double kStreamKTiles = 0.1;                        // what stream-K costs besides, in tiles
 constexpr double kPieceClocks = 6;                           // of a piece beyond the second, a token of the tile
 constexpr double kExpansion = 7000, kExpandedBlock = 0.002;  // the kernel before: a launch, a block of weights
@@ -39,6 +42,9 @@ constexpr double kExpansion = 7000, kExpandedBlock = 0.002;  // the kernel befor
 constexpr int kStreamKMaxSteps = 128;
 
 const TileModel& model_of(HopperTile tile) { return kTileModels[static_cast<int>(tile)]; }
+bool row_pairs(HopperTile tile) { return tile >= HopperTile::kRows256; }
+
+int cta_tokens(const TileModel& model) { return model.tokens * model.rows / (2 * kTileRows); }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -64,7 +70,7 @@ int pieces_of_tail(int64_t tiles, int clusters, int64_t units) {
 double multiply_clocks(const LinearProblem& p, const DeviceModel& device, HopperTile tile, HopperSchedule schedule) {
   const TileModel& model = model_of(tile);
   const int clusters = clusters_of(device);
-  const int64_t token_tiles = ceil_div(p.m, 2 * model.tokens), tiles = token_tiles * ceil_div(out_rows(p), kTileRows);
+  const int64_t token_tiles = ceil_div(p.m, model.tokens), tiles = token_tiles * ceil_div(out_rows(p), model.rows);
   const int64_t steps = round_up(ceil_div(reduction(p), kStep), model.unit);
   const double whole_tile = static_cast<double>(steps) * model.step + model.tile;
   const int tail = tail_tiles(tiles, clusters);
@@ -78,7 +84,7 @@ double multiply_clocks(const LinearProblem& p, const DeviceModel& device, Hopper
   const int pieces = pieces_of_tail(tiles, clusters, steps / model.unit);
   if (pieces < 2) return -1;
   return static_cast<double>(full_waves) * whole_tile + static_cast<double>(steps) * model.step / pieces + model.tile + model.exchange +
-         (pieces - 2) * kPieceClocks * model.tokens;
+         (pieces - 2) * kPieceClocks * cta_tokens(model);
 }
 
 double expected_clocks(const LinearProblem& p, const DeviceModel& device, const HopperChoice& c) {
@@ -87,12 +93,17 @@ double expected_clocks(const LinearProblem& p, const DeviceModel& device, const 
   return clocks + kExpansion + kExpandedBlock * static_cast<double>(p.n * (p.k / p.block_size));
 }
 
+// Other scales take a slower way to the tiles of row pairs.
+bool row_pairs_measured(const LinearProblem& p) {
+  return p.m <= kRowPairTokens && p.nested && p.nested_dtype == DType::kFloat32 && p.block_size == kStep && p.k % (4 * kStep) == 0;
+}
+
 LinearPlan finished(const LinearProblem& p, LinearPlan plan) {
   plan.workspace_bytes = hopper_workspace(p, plan).bytes;
   std::ostringstream reason;
   static constexpr const char* kScheduleNames[] = {"whole tiles", "stream-K", "last wave in pieces"};
-  reason << "Hopper kernel, tiles of 128 rows by " << 2 * model_of(hopper_tile(plan.variant)).tokens << " tokens, "
-         << kScheduleNames[plan.variant % kHopperSchedules]
+  reason << "Hopper kernel, tiles of " << model_of(hopper_tile(plan.variant)).rows << " rows by "
+         << model_of(hopper_tile(plan.variant)).tokens << " tokens, " << kScheduleNames[plan.variant % kHopperSchedules]
          << (hopper_scales(plan.variant) == HopperScales::kExpanded ? ", scales expanded before" : "");
   plan.reason = reason.str();
   return plan;
@@ -130,7 +141,8 @@ std::string supports_hopper(const LinearProblem& p, const DeviceModel& device) {
 }
 
 int64_t hopper_tokens_per_launch(const LinearProblem& p, const LinearPlan& plan) {
-  const int64_t tokens = 2 * model_of(hopper_tile(plan.variant)).tokens, row_tiles = ceil_div(out_rows(p), kTileRows);
+  const TileModel& model = model_of(hopper_tile(plan.variant));
+  const int64_t tokens = model.tokens, row_tiles = ceil_div(out_rows(p), model.rows);
   const int64_t tiles = tiles_per_launch(plan.grid / 2);
   return std::max<int64_t>(1, tiles / row_tiles) * tokens;
 }
@@ -138,8 +150,8 @@ int64_t hopper_tokens_per_launch(const LinearProblem& p, const LinearPlan& plan)
 Work hopper_work(const LinearProblem& p, const LinearPlan& plan, int64_t tokens) {
   const TileModel& model = model_of(hopper_tile(plan.variant));
   Work w;
-  w.row_tiles = static_cast<int>(ceil_div(out_rows(p), kTileRows));
-  w.token_tiles = static_cast<int>(ceil_div(tokens, 2 * model.tokens));
+  w.row_tiles = static_cast<int>(ceil_div(out_rows(p), model.rows));
+  w.token_tiles = static_cast<int>(ceil_div(tokens, model.tokens));
   w.tiles = w.row_tiles * w.token_tiles;
   w.unit = model.unit;
   w.steps = static_cast<int>(round_up(ceil_div(reduction(p), kStep), model.unit));
@@ -165,7 +177,7 @@ HopperWorkspace hopper_workspace(const LinearProblem& p, const LinearPlan& plan)
   if (hopper_scales(plan.variant) == HopperScales::kExpanded) w.partials = round_up(p.k / p.block_size * p.n * 4, 256);
   w.flags = w.partials;
   if (hopper_schedule(plan.variant) != HopperSchedule::kWhole) {
-    w.flags += static_cast<int64_t>(plan.grid) * model_of(hopper_tile(plan.variant)).tokens * kTileRows * 4;
+    w.flags += static_cast<int64_t>(plan.grid) * cta_tokens(model_of(hopper_tile(plan.variant))) * kTileRows * 4;
     w.flag_count = static_cast<int64_t>(plan.grid) * 2 * kMaxPieces;
   }
   w.bytes = w.flags + round_up(w.flag_count * 8, 256);
@@ -175,14 +187,15 @@ HopperWorkspace hopper_workspace(const LinearProblem& p, const LinearPlan& plan)
 LinearPlan plan_hopper_as(const LinearProblem& p, const DeviceModel& device, const HopperChoice& choice) {
   LinearPlan plan;
   HopperSchedule schedule = choice.schedule;
+  const HopperScales scales = row_pairs(choice.tile) ? HopperScales::kInKernel : choice.scales;
   const TileModel& model = model_of(choice.tile);
-  const int64_t token_tiles = ceil_div(p.m, 2 * model.tokens), tiles = token_tiles * ceil_div(out_rows(p), kTileRows);
+  const int64_t token_tiles = ceil_div(p.m, model.tokens), tiles = token_tiles * ceil_div(out_rows(p), model.rows);
   const int64_t units = ceil_div(ceil_div(reduction(p), kStep), model.unit);
   const int clusters = clusters_of(device);
   plan.path = LinearPath::kHopper;
   plan.group = static_cast<int>(std::min<int64_t>(choice.group, token_tiles));
   plan.grid = 2 * clusters;
-  plan.variant = hopper_variant(choice.tile, schedule, choice.scales);
+  plan.variant = hopper_variant(choice.tile, schedule, scales);
   if (p.m > hopper_tokens_per_launch(p, plan)) schedule = HopperSchedule::kWhole;  // partial sums belong to one launch
   plan.split = schedule == HopperSchedule::kSplitTail ? pieces_of_tail(tiles, clusters, units) : 1;
   if (tail_tiles(tiles, clusters) == 0 || (schedule == HopperSchedule::kSplitTail && plan.split < 2)) schedule = HopperSchedule::kWhole;
@@ -191,7 +204,7 @@ LinearPlan plan_hopper_as(const LinearProblem& p, const DeviceModel& device, con
     plan.grid = static_cast<int>(2 * std::min<int64_t>(clusters, tiles * units));
     if (plan.grid <= 2 * tiles && tiles < clusters) schedule = HopperSchedule::kWhole;
   }
-  plan.variant = hopper_variant(choice.tile, schedule, choice.scales);
+  plan.variant = hopper_variant(choice.tile, schedule, scales);
   if (schedule == HopperSchedule::kWhole) {
     plan.split = 1;
     plan.grid = static_cast<int>(2 * std::min<int64_t>(clusters, tiles));
@@ -205,7 +218,9 @@ LinearPlan plan_hopper(const LinearProblem& p, const DeviceModel& device) {
   HopperChoice best{HopperTile::kTokens256, HopperSchedule::kWhole, HopperScales::kExpanded, kGroup};
   double least = expected_clocks(p, device, best);
   for (const HopperScales scales : {HopperScales::kExpanded, HopperScales::kInKernel}) {
-    for (const HopperTile tile : {HopperTile::kTokens256, HopperTile::kTokens128, HopperTile::kTokens64}) {
+    for (int i = 0; i < kHopperTiles; i++) {
+      const HopperTile tile = static_cast<HopperTile>(i);
+      if (row_pairs(tile) && (scales == HopperScales::kExpanded || !row_pairs_measured(p))) continue;
       for (const HopperSchedule schedule : {HopperSchedule::kWhole, HopperSchedule::kSplitTail, HopperSchedule::kStreamK}) {
         const HopperChoice choice{tile, schedule, scales, kGroup};
         const bool allowed = !p.batch_invariant || (tile == HopperTile::kTokens256 && schedule == HopperSchedule::kWhole);

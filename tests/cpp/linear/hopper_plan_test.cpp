@@ -109,7 +109,7 @@ TEST(HopperWork, EveryClusterOfAStreamKRangeHasAStep) {
   int streams = 0;
   for (const int64_t m : {1, 16, 64, 100, 256, 1000}) {
     for (const auto& [n, k] : {std::pair{1000, 576}, {8, 64}, {136, 128}, {512, 512}, {576, 1536}, {4096, 4096}}) {
-      for (const HopperTile tile : {HopperTile::kTokens256, HopperTile::kTokens128, HopperTile::kTokens64}) {
+      for (const HopperTile tile : {HopperTile::kTokens256, HopperTile::kTokens128, HopperTile::kTokens64, HopperTile::kRows128}) {
         const LinearProblem p = problem(m, n, k);
         const LinearPlan plan = plan_hopper_as(p, kH200, {tile, HopperSchedule::kStreamK, HopperScales::kExpanded, 4});
         const Work w = work_of(p, plan);
@@ -165,7 +165,7 @@ TEST(HopperWork, EveryFlagThatIsSetIsAwaitedAndOnlyThose) {
           const LinearProblem p = problem(m, n, k, direction);
           const LinearPlan plan = plan_hopper_as(p, kH200, {hopper_tile(variant), hopper_schedule(variant), hopper_scales(variant), 4});
           const Work w = work_of(p, plan);
-          const int chunks[kHopperTiles] = {8, 4, 2};
+          const int chunks[kHopperTiles] = {8, 4, 2, 8, 4, 2};
           EXPECT_TRUE(flag_balance(w, chunks[static_cast<int>(hopper_tile(plan.variant))], waits).empty()) << m << " " << to_string(plan);
         }
       }
@@ -251,6 +251,36 @@ TEST(HopperPlan, WholeTilesWithScalesInTheKernelNeedNoWorkspace) {
   EXPECT_EQ(plan_hopper_as(problem(2048, 14336, 4096), kH200, choice).workspace_bytes, 14336 * 4096 / 64 * 4);
   choice.schedule = HopperSchedule::kStreamK, choice.scales = HopperScales::kInKernel;
   EXPECT_GT(plan_hopper_as(problem(2048, 14336, 4096), kH200, choice).workspace_bytes, 0) << "the partial sums";
+}
+
+TEST(HopperPlan, AFewHundredTokensGoToTilesOfRowPairs) {
+  const auto tile_of = [](const LinearProblem& p) { return hopper_tile(plan_hopper(p, kH200).variant); };
+  const auto rows = [&](const LinearProblem& p) { return tile_of(p) >= HopperTile::kRows256; };
+  EXPECT_EQ(tile_of(problem(256, 14336, 4096)), HopperTile::kRows256);
+  EXPECT_EQ(tile_of(problem(256, 4096, 14336, Direction::kGradInput)), HopperTile::kRows256);
+  EXPECT_EQ(tile_of(problem(128, 4096, 4096)), HopperTile::kRows128);
+  EXPECT_EQ(tile_of(problem(128, 4096, 14336, Direction::kGradInput)), HopperTile::kRows128);
+  EXPECT_EQ(tile_of(problem(64, 4096, 4096, Direction::kGradInput)), HopperTile::kRows64);
+  EXPECT_FALSE(rows(problem(512, 14336, 4096)));
+  const std::function<void(LinearProblem&)> others[] = {[](LinearProblem& p) { p.nested = false; },
+                                                        [](LinearProblem& p) { p.nested_dtype = DType::kBFloat16; },
+                                                        [](LinearProblem& p) { p.block_size = 128; }, [](LinearProblem& p) { p.k = 4160; }};
+  for (const auto& change : others) {
+    LinearProblem p = problem(256, 14336, 4096);
+    change(p);
+    EXPECT_FALSE(rows(p)) << "a way of the scales that was not measured";
+  }
+}
+
+TEST(HopperPlan, TilesOfRowPairsMakeTheirScalesThemselves) {
+  for (const HopperTile tile : {HopperTile::kRows256, HopperTile::kRows128, HopperTile::kRows64}) {
+    const LinearProblem p = problem(100, 4096, 4096);
+    const LinearPlan plan = plan_hopper_as(p, kH200, {tile, HopperSchedule::kWhole, HopperScales::kExpanded, 4});
+    EXPECT_EQ(hopper_scales(plan.variant), HopperScales::kInKernel);
+    EXPECT_EQ(plan.workspace_bytes, 0);
+    EXPECT_EQ(hopper_work(p, plan, p.m).row_tiles, 4096 / 256);
+    EXPECT_NE(plan.reason.find("tiles of 256 rows"), std::string::npos) << plan.reason;
+  }
 }
 
 TEST(HopperPlan, BatchInvariantPlansSumWholeTilesWhateverM) {
