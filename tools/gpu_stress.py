@@ -28,7 +28,7 @@ FAULTS = {
     "flag_not_reset": ("hopper", "small_m", "portable"),
     "flag_not_cleared": ("hopper",),
     "no_grid_wait": ("hopper", "small_m"),
-    "copy_not_awaited": ("hopper", "portable"),
+    "copy_not_awaited": ("hopper", "small_m", "portable"),
     "arrival_order": ("hopper", "small_m"),
 }
 # One visit in `odds` of a place sleeps up to `ns`; 0: none.

@@ -87,6 +87,12 @@ __device__ __forceinline__ void store_shared_u128(uint32_t address, uint32_t x, 
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
+// A value that stays in its register: the compiler does not compute it again at every use.
+__device__ __forceinline__ uint32_t kept(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Flags in global memory between CTAs of one launch.
 __device__ __forceinline__ void store_release(int* flag, int value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");

@@ -1,5 +1,5 @@
-// Up to 128 tokens on sm_90a: y = x W^T (+ bias) and grad_x = grad_y W from one packed copy of W, bf16 and fp16. Host-only interface; the
-// design and what bounds it: small_m_kernel.cuh.
+// Up to 128 tokens on sm_90a: y = x W^T (+ bias) and grad_x = grad_y W from one packed copy of W, bf16 and fp16. Host-only interface. Two
+// families of kernels: tiles, declared here (design and what bounds it: small_m_kernel.cuh), and strips, for the fewest tokens (strip.h).
 #pragma once
 
 #include <string>
@@ -13,25 +13,30 @@ namespace nybble {
 constexpr int64_t kSmallMMaxTokens = 128;
 
 // Who adds the partial sums of a tile, in ascending order of the reduction either way (same bits). In the kernel: the CTA that finishes the
-// tile last, elected by counters that a kernel before zeroes. Kernel: one launched behind; what plan_small_m() takes.
+// tile last, elected by counters that a kernel before zeroes. Kernel: one launched behind; what plan_small_m_tiles() takes.
 enum class SmallMSum : uint8_t { kInKernel = 0, kKernel = 1 };
 constexpr int kSmallMSums = 2;
 
 // LinearPlan::variant of this path: the sum, and how many tokens the kernel is built for.
 constexpr int kSmallMTokens[] = {8, 16, 32, 64, 128};
 constexpr int kSmallMSizes = 5;
-constexpr int kSmallMVariants = kSmallMSums * kSmallMSizes;
+constexpr int kSmallMStrip = kSmallMSums * kSmallMSizes;  // strips
+constexpr int kSmallMVariants = kSmallMStrip + 1;
 constexpr int small_m_variant(SmallMSum sum, int size) { return static_cast<int>(sum) * kSmallMSizes + size; }
 constexpr SmallMSum small_m_sum(int variant) { return static_cast<SmallMSum>(variant / kSmallMSizes); }
 constexpr int small_m_tokens(int variant) { return kSmallMTokens[variant % kSmallMSizes]; }
 
-// Empty when the kernel takes the problem, otherwise the reason in words a user understands.
+// Empty when a kernel of the path takes the problem, otherwise the reason in words a user understands.
 std::string supports_small_m(const LinearProblem& problem, const DeviceModel& device);
-
-// Pure. Requires supports_small_m(...) to be empty. Forward: a row's bits do not depend on m.
+// Pure. Requires supports_small_m(...) to be empty. Strips where they take the problem, otherwise tiles.
 LinearPlan plan_small_m(const LinearProblem& problem, const DeviceModel& device);
 
-// The same with a sum chosen by the caller, for measurements. kInKernel becomes kKernel where a CTA takes more tiles than it can elect for.
+// Tiles only. Forward: a row's bits do not depend on m.
+std::string supports_small_m_tiles(const LinearProblem& problem, const DeviceModel& device);
+LinearPlan plan_small_m_tiles(const LinearProblem& problem, const DeviceModel& device);
+
+// The same with a sum chosen by the caller, for measurements.
+// kInKernel becomes kKernel where a CTA takes more tiles than it can elect for.
 LinearPlan plan_small_m_as(const LinearProblem& problem, const DeviceModel& device, SmallMSum sum);
 
 small_m::Work small_m_work(const LinearProblem& problem, const LinearPlan& plan);

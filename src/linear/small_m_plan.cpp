@@ -3,6 +3,7 @@
 #include <sstream>
 
 #include "linear/small_m.h"
+#include "linear/strip.h"
 
 namespace nybble {
 namespace {
@@ -67,7 +68,7 @@ int tiles_per_cta(const Work& w) {
 
 }  // namespace
 
-std::string supports_small_m(const LinearProblem& p, const DeviceModel& device) {
+std::string supports_small_m_tiles(const LinearProblem& p, const DeviceModel& device) {
   std::ostringstream no;
   if (device.sm != 90) {
     no << "the small-M kernel runs on compute capability 9.0, found " << device.sm / 10 << "." << device.sm % 10;
@@ -93,7 +94,7 @@ std::string supports_small_m(const LinearProblem& p, const DeviceModel& device) 
   } else if (p.packed_alignment < 16 || p.scales_alignment < 16) {
     no << "packed weight and scales aligned to " << p.packed_alignment << " and " << p.scales_alignment
        << " bytes, the small-M kernel needs 16";
-  } else if (const int64_t bytes = plan_small_m(p, device).workspace_bytes; bytes > kMaxWorkspace) {
+  } else if (const int64_t bytes = plan_small_m_tiles(p, device).workspace_bytes; bytes > kMaxWorkspace) {
     no << "a workspace of " << bytes << " bytes for the partial sums, the small-M kernel takes up to " << kMaxWorkspace;
   }
   return no.str();
@@ -141,6 +142,14 @@ LinearPlan plan_small_m_as(const LinearProblem& p, const DeviceModel& device, Sm
 
 // H200, 1 to 16 tokens, five shapes, both directions: adding behind takes 0.69 to 1.01 of the time, 0.93 on average; with more tokens it
 // leads by more.
-LinearPlan plan_small_m(const LinearProblem& p, const DeviceModel& device) { return plan_small_m_as(p, device, SmallMSum::kKernel); }
+LinearPlan plan_small_m_tiles(const LinearProblem& p, const DeviceModel& device) { return plan_small_m_as(p, device, SmallMSum::kKernel); }
+
+std::string supports_small_m(const LinearProblem& p, const DeviceModel& device) {
+  return supports_strip(p, device).empty() ? "" : supports_small_m_tiles(p, device);
+}
+
+LinearPlan plan_small_m(const LinearProblem& p, const DeviceModel& device) {
+  return supports_strip(p, device).empty() ? plan_strip(p, device) : plan_small_m_tiles(p, device);
+}
 
 }  // namespace nybble

@@ -16,7 +16,7 @@ struct Work {
   int ctas = 0;   // at most tiles * units
 };
 
-// 32 bits hold ctas * (units of all tiles); supports_small_m() sees to it.
+// 32 bits hold ctas * (units of all tiles); supports_small_m_tiles() sees to it.
 constexpr int first_unit(const Work& w, int cta) { return cta * (w.tiles * w.units) / w.ctas; }
 constexpr int cta_of_unit(const Work& w, int unit) { return ((unit + 1) * w.ctas - 1) / (w.tiles * w.units); }
 constexpr int first_cta(const Work& w, int tile) { return cta_of_unit(w, tile * w.units); }

@@ -51,6 +51,11 @@ TEST_P(PlanPath, IsTheExpectedOneAndSaysWhy) {
   EXPECT_EQ(to_string(plan), to_string(plan_linear(c.problem, c.device)));
 }
 
+LinearProblem plain(LinearProblem p) {
+  p.nested = false;
+  return p;
+}
+
 LinearProblem fp32(LinearProblem p) {
   p.dtype = DType::kFloat32;
   return p;
@@ -67,7 +72,8 @@ INSTANTIATE_TEST_SUITE_P(
                       PathCase{"NoColumns", problem(4, 0, 64), kCpuDevice, LinearPath::kNone},
                       PathCase{"GpuDequant", with_mode(problem(4, 64, 64), LinearMode::kDequant), kH200, LinearPath::kDequant},
                       PathCase{"HopperMany", problem(2048, 14336, 4096), kH200, LinearPath::kHopper},
-                      PathCase{"H200OneTokenGrad", problem(1, 4096, 4096, Direction::kGradInput), kH200, LinearPath::kRow},
+                      PathCase{"H200OneTokenGrad", problem(1, 4096, 4096, Direction::kGradInput), kH200, LinearPath::kSmallM},
+                      PathCase{"H200OneTokenPlain", plain(problem(1, 4096, 4096)), kH200, LinearPath::kRow},
                       PathCase{"HopperOddN", problem(2048, 1001, 4096), kH200, LinearPath::kDequant},
                       PathCase{"GpuFp32", fp32(problem(3, 64, 64)), kH200, LinearPath::kDequant},
                       PathCase{"H200OneToken", problem(1, 14336, 4096), kH200, LinearPath::kSmallM},

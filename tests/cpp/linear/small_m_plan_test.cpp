@@ -69,7 +69,7 @@ TEST(SmallMWork, EveryUnitHasOneCtaAndEveryPieceItsSlot) {
         DeviceModel device = kH200;
         device.sm_count = sms;
         const LinearProblem p = problem(16, n, k, direction);
-        const Work w = small_m_work(p, plan_small_m(p, device));
+        const Work w = small_m_work(p, plan_small_m_tiles(p, device));
         EXPECT_LE(w.ctas, sms);
         EXPECT_EQ(cut_fault(w), "") << n << " " << k << " " << sms;
         EXPECT_EQ(gaps(w), 0) << n << " " << k << " " << sms;
@@ -80,7 +80,7 @@ TEST(SmallMWork, EveryUnitHasOneCtaAndEveryPieceItsSlot) {
 
 TEST(SmallMWork, ALostTileAndAnIdleCtaAreSeen) {
   const LinearProblem p = problem(16, 14336, 4096);
-  const Work good = small_m_work(p, plan_small_m(p, kH200));
+  const Work good = small_m_work(p, plan_small_m_tiles(p, kH200));
   ASSERT_EQ(cut_fault(good), "");
   Work w = good;
   w.ctas = w.tiles * w.units + 1;
@@ -116,34 +116,34 @@ TEST(SmallMPlan, StaysWithin32MiBWhatItTakes) {
   for (const auto& [n, k] : kShapes) {
     for (const Direction direction : kDirections) {
       const LinearProblem p = problem(128, n, k, direction);
-      const bool takes = supports_small_m(p, kH200).empty();
+      const bool takes = supports_small_m_tiles(p, kH200).empty();
       refused += !takes;
-      EXPECT_EQ(takes, plan_small_m(p, kH200).workspace_bytes <= 32 << 20) << n << " " << k;
+      EXPECT_EQ(takes, plan_small_m_tiles(p, kH200).workspace_bytes <= 32 << 20) << n << " " << k;
     }
   }
   EXPECT_EQ(refused, 1);  // 53248 x 1024 forward
-  EXPECT_EQ(plan_small_m(problem(128, 28672, 8192), kH200).grid, 129);
+  EXPECT_EQ(plan_small_m_tiles(problem(128, 28672, 8192), kH200).grid, 129);
 }
 
 TEST(SmallMPlan, IsTheSameForEqualProblemsAndSaysWhoSums) {
   const LinearProblem p = problem(8, 14336, 4096);
-  EXPECT_EQ(to_string(plan_small_m(p, kH200)), to_string(plan_small_m(p, kH200)));
-  EXPECT_EQ(small_m_sum(plan_small_m(p, kH200).variant), SmallMSum::kKernel);
+  EXPECT_EQ(to_string(plan_small_m_tiles(p, kH200)), to_string(plan_small_m_tiles(p, kH200)));
+  EXPECT_EQ(small_m_sum(plan_small_m_tiles(p, kH200).variant), SmallMSum::kKernel);
   EXPECT_EQ(small_m_sum(plan_small_m_as(p, kH200, SmallMSum::kInKernel).variant), SmallMSum::kInKernel);
-  EXPECT_TRUE(plan_small_m(p, kH200).batch_invariant);
-  EXPECT_FALSE(plan_small_m(problem(8, 14336, 4096, Direction::kGradInput), kH200).batch_invariant);
+  EXPECT_TRUE(plan_small_m_tiles(p, kH200).batch_invariant);
+  EXPECT_FALSE(plan_small_m_tiles(problem(8, 14336, 4096, Direction::kGradInput), kH200).batch_invariant);
   for (int size = 0; size < kSmallMSizes; size++) {
-    const LinearPlan plan = plan_small_m(problem(kSmallMTokens[size], 4096, 4096), kH200);
+    const LinearPlan plan = plan_small_m_tiles(problem(kSmallMTokens[size], 4096, 4096), kH200);
     EXPECT_EQ(small_m_tokens(plan.variant), kSmallMTokens[size]);
-    EXPECT_LT(plan.variant, kSmallMVariants);
+    EXPECT_LT(plan.variant, kSmallMStrip);
   }
 }
 
 TEST(SmallMPlan, TheCutDoesNotDependOnTheNumberOfTokens) {
   for (const auto& [n, k] : kShapes) {
-    const LinearPlan one = plan_small_m(problem(1, n, k), kH200);
+    const LinearPlan one = plan_small_m_tiles(problem(1, n, k), kH200);
     for (const int64_t m : {8, 17, 64, 128}) {
-      const LinearPlan more = plan_small_m(problem(m, n, k), kH200);
+      const LinearPlan more = plan_small_m_tiles(problem(m, n, k), kH200);
       EXPECT_EQ(one.grid, more.grid);
       EXPECT_EQ(one.split, more.split);
     }
@@ -151,7 +151,7 @@ TEST(SmallMPlan, TheCutDoesNotDependOnTheNumberOfTokens) {
 }
 
 TEST(SmallMPlan, ShortGradientsHaveOnePieceACtaWhereRunsGrowLittle) {
-  const auto grid = [](int64_t m, int64_t n, int64_t k) { return plan_small_m(problem(m, n, k, Direction::kGradInput), kH200).grid; };
+  const auto grid = [](int64_t m, int64_t n, int64_t k) { return plan_small_m_tiles(problem(m, n, k, Direction::kGradInput), kH200).grid; };
   for (const int64_t m : {17, 32, 64}) {
     EXPECT_EQ(grid(m, 4096, 14336), 112);  // 56 tiles of 16 units: 8 instead of 7
     EXPECT_EQ(grid(m, 27648, 5120), 120);
@@ -198,7 +198,7 @@ TEST(SmallMSupports, TellsTheReason) {
     LinearProblem p = problem(8, 14336, 4096);
     DeviceModel device = kH200;
     refusal.change(p, device);
-    const std::string reason = supports_small_m(p, device);
+    const std::string reason = supports_small_m_tiles(p, device);
     if (refusal.word[0] == '\0') {
       EXPECT_EQ(reason, "");
     } else {

@@ -83,7 +83,16 @@ using __nv_bfloat16 = simt::Float16<false>;
 
 inline void __syncthreads() { simt::barrier(); }
 inline void __threadfence() {}
+inline void __syncwarp() {
+  char none = 0;
+  simt::collective("syncwarp", &none, [](void* const*) {});
+}
 inline void __trap() { simt::fail("a trap"); }
+inline uint32_t __float_as_uint(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
 inline float __uint_as_float(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, 4);

@@ -9,6 +9,7 @@
 #include "linear/portable.h"
 #include "linear/row.h"
 #include "linear/small_m.h"
+#include "linear/strip.h"
 #include "nybble/error.h"
 
 namespace nybble::stress {
@@ -43,7 +44,11 @@ void draw_shape(Random& random, LinearPath path, LinearProblem& p) {
       break;
     case LinearPath::kSmallM:
       p.m = std::min<int64_t>(near_multiple(random, random.log_in(1, kSmallMMaxTokens), 8), kSmallMMaxTokens);
-      if (random.one_in(4)) {  // what only some kernels of the path take, if any
+      if (random.one_in(3)) {  // strips
+        p.m = random.in(1, small_m::strip::kMaxTokens);
+        p.n = 16 * random.log_in(1, 400);
+        p.k = 256 * random.log_in(1, 40);
+      } else if (random.one_in(4)) {  // what only some kernels of the path take, if any
         p.block_size = 64 << random.in(0, 2);
         p.n = 8 * random.log_in(1, 700);
         p.k = 64 * random.log_in(1, 96);
@@ -121,8 +126,9 @@ DeviceModel draw_device(Random& random, const DeviceModel& device) {
 LinearPlan draw_plan(Random& random, LinearPath path, const LinearProblem& p, const DeviceModel& device) {
   if (path == LinearPath::kRow) return plan_row(p, device);
   if (path == LinearPath::kSmallM) {
-    const bool tiles = p.n % 256 == 0 && p.k % 1024 == 0 && p.block_size == 64;
-    if (!tiles || random.one_in(2)) return plan_small_m(p, device);
+    const bool tiles = supports_small_m_tiles(p, device).empty(), strips = supports_strip(p, device).empty();
+    if (strips && (!tiles || random.one_in(2))) return plan_strip(p, device);
+    if (random.one_in(2)) return plan_small_m_tiles(p, device);
     return plan_small_m_as(p, device, static_cast<SmallMSum>(random.in(0, kSmallMSums - 1)));
   }
   if (path == LinearPath::kHopper) {

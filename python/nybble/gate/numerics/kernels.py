@@ -52,7 +52,7 @@ def kernel_claims(
 def of_path(name: str, path: str, direction: str) -> bool:
     """Is this profiler's name the multiply of a path? Names may begin with `void` and carry template arguments."""
     space, function = GRADS.get(path, KERNELS[path]) if direction != "forward" else KERNELS[path]
-    return any(space + middle + function in name for middle in ("", "(anonymous namespace)::"))
+    return any(space + middle + function in name for middle in ("", "(anonymous namespace)::", "strip::"))
 
 
 def profiled(call: Callable[[], Any]) -> tuple[list[str], dict[str, int]]:

@@ -36,6 +36,7 @@ V load_shared(uint32_t address) {
   return v;
 }
 inline uint32_t load_shared_u32(uint32_t address) { return load_shared<uint32_t>(address); }
+inline uint32_t load_shared_u8(uint32_t address) { return load_shared<uint8_t>(address); }
 inline float load_shared_f32(uint32_t address) { return load_shared<float>(address); }
 inline uint2 load_shared_u64(uint32_t address) { return load_shared<uint2>(address); }
 template <int OFFSET>
@@ -50,6 +51,11 @@ inline void store_shared_u64(uint32_t address, uint32_t x, uint32_t y) {
 inline void store_shared_u128(uint32_t address, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
   const uint4 v{x, y, z, w};
   std::memcpy(simt::at_shared(address, 16, 16), &v, 16);
+}
+
+template <typename V>
+V kept(V value) {
+  return value;
 }
 
 inline void store_release(int* flag, int value) {
