@@ -28,8 +28,11 @@ constexpr int small_m_tokens(int variant) { return kSmallMTokens[variant % kSmal
 
 // Empty when a kernel of the path takes the problem, otherwise the reason in words a user understands.
 std::string supports_small_m(const LinearProblem& problem, const DeviceModel& device);
-// Pure. Requires supports_small_m(...) to be empty. Strips where they take the problem, otherwise tiles.
+// Pure. Requires supports_small_m(...) to be empty. Strips where takes_strips(), otherwise tiles.
 LinearPlan plan_small_m(const LinearProblem& problem, const DeviceModel& device);
+
+// Whether it takes strips: where docs/small_m.md has measured them faster, or the like.
+bool takes_strips(const LinearProblem& problem, const DeviceModel& device);
 
 // Tiles only. Forward: a row's bits do not depend on m.
 std::string supports_small_m_tiles(const LinearProblem& problem, const DeviceModel& device);

@@ -19,7 +19,7 @@ struct Threshold {
   bool forward, backward;  // directions of the row
   int64_t weights_min;     // n * k, inclusive
   const char* record;      // file under benchmarks/records, empty: unmeasured
-  bool nested = false;     // only for nested scales
+  bool strips = false;     // small_m: only where it takes strips
 };
 
 std::span<const Threshold> thresholds();

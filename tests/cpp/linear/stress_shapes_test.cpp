@@ -8,6 +8,7 @@
 #include "linear/portable.h"
 #include "linear/row.h"
 #include "linear/small_m.h"
+#include "linear/strip.h"
 #include "nybble/error.h"
 #include "stress/shapes.h"
 
@@ -23,7 +24,7 @@ std::string refusal(const Case& c) {
     case LinearPath::kHopper:
       return supports_hopper(c.problem, h200());
     case LinearPath::kSmallM:
-      return supports_small_m(c.problem, h200());
+      return supports_strip(c.problem, h200()).empty() ? "" : supports_small_m(c.problem, h200());
     case LinearPath::kPortable:
       return supports_portable(c.problem, h200());
     default:

@@ -102,8 +102,13 @@ TEST(SmallMPlan, TakesStripsForFewTokensAndTilesForMore) {
   plain.nested = false;
   EXPECT_EQ(supports_small_m(plain, kH200), "");
   EXPECT_NE(plan_small_m(plain, kH200).variant, kSmallMStrip);
-  EXPECT_EQ(supports_small_m(problem(1, 48, 256), kH200), "");
-  EXPECT_NE(supports_small_m(problem(9, 48, 256), kH200), "");
+  EXPECT_EQ(supports_small_m(problem(8, 4000, 4096), kH200), "");
+  EXPECT_NE(supports_small_m(problem(9, 4000, 4096), kH200), "");
+  // Not where tiles were faster, and not below what was measured.
+  EXPECT_NE(plan_small_m(problem(1, 27648, 5120), kH200).variant, kSmallMStrip);
+  EXPECT_EQ(plan_small_m(problem(1, 27648, 5120, Direction::kGradInput), kH200).variant, kSmallMStrip);
+  EXPECT_NE(supports_small_m(problem(1, 48, 4096), kH200), "");
+  EXPECT_NE(plan_small_m(problem(1, 16384, 2048), kH200).variant, kSmallMStrip);
 }
 
 }  // namespace

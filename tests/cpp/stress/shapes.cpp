@@ -106,7 +106,7 @@ std::string refusal(LinearPath path, const LinearProblem& p, const DeviceModel& 
     case LinearPath::kHopper:
       return supports_hopper(p, device);
     case LinearPath::kSmallM:
-      return supports_small_m(p, device);
+      return supports_strip(p, device).empty() ? "" : supports_small_m(p, device);
     case LinearPath::kPortable:
       return supports_portable(p, device);
     case LinearPath::kRow:
