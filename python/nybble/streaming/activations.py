@@ -53,9 +53,10 @@ class CudaMeter:
         return torch.cuda.memory_allocated(self.device)
 
     def limit(self) -> int:
-        """What this process could reserve: what it has and what is free."""
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return free + torch.cuda.memory_reserved(self.device)
+        """What this process could reserve: what it has and what is free, at most its share of the device."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        share = torch.cuda.get_per_process_memory_fraction(self.device)
+        return min(free + torch.cuda.memory_reserved(self.device), int(share * total))
 
     def start(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -149,8 +150,8 @@ class AutoKeep:
     def _notice_failures(self) -> None:
         failures = self._meter.failures()
         if failures > self._failures and self.keeps > 0:
-            used = min(self._limit(), self._meter.limit())
-            self._cap = _AFTER_OOM * used
+            _, reserved = self._meter.peaks()
+            self._cap = _AFTER_OOM * min(self._limit(), reserved)
             warnings.warn(
                 f'activations="auto": the GPU ran out of memory while {self.keeps} of {len(self._visits)} layers kept '
                 f"their activations; from now on at most {self._cap / 2**20:.0f} MiB are used, so that fewer keep",

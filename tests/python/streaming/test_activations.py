@@ -28,7 +28,7 @@ class Meter:
     """
 
     def __init__(self, limit: float):
-        self.bytes, self.failed, self.recomputed = limit, 0, False
+        self.bytes, self.failed, self.recomputed, self.reserved = limit, 0, False, 1800
 
     def allocated(self):
         return 1100 if self.recomputed else 1000
@@ -40,7 +40,7 @@ class Meter:
         pass
 
     def peaks(self):
-        return 1500, 1800
+        return 1500, self.reserved
 
     def failures(self):
         return self.failed
@@ -163,11 +163,12 @@ def test_auto_keeps_less_after_memory_ran_out_and_says_so(stores, expected, monk
     step(model)
     assert nybble.memory_stats(model)["layers_that_keep"] == 4
     meter.failed += 1
+    meter.reserved = 2280  # 1.2 * (1000 + 500 + 4 * 100)
     with pytest.warns(UserWarning, match=rf"ran out of memory while 4 of {LAYERS} layers kept") as seen:
         found = step(model)
     assert len([w for w in seen if "ran out" in str(w.message)]) == 1
     assert_equal(found, expected, at_least=14 * LAYERS)
-    # 0.85 of the limit for 4.5 layers: 1.2 * 1950 * 0.85 / 1.2 - 1500 = 157 bytes, one layer
+    # 0.85 of what was reserved: 2280 * 0.85 / 1.2 - 1500 = 115 bytes, one layer
     assert nybble.memory_stats(model)["layers_that_keep"] == 1
 
 
