@@ -16,5 +16,6 @@ void add_verify(CLI::App& app, Run& run);
 void add_doctor(CLI::App& app, Run& run);
 void add_bench(CLI::App& app, Run& run);
 void add_tune(CLI::App& app, Run& run);
+void add_plan(CLI::App& app, Run& run);
 
 }  // namespace nybble::cli

@@ -40,6 +40,7 @@ int run_command(int argc, char** argv) {
   add_doctor(app, run);
   add_bench(app, run);
   add_tune(app, run);
+  add_plan(app, run);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

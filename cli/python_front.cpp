@@ -1,5 +1,6 @@
-// nybble bench, nybble tune: measured by the Python package, because "dense" and the dequantise path are torch's own multiply there. These
-// commands find it and hand over; docs/decisions has the reason.
+// nybble bench, nybble tune: measured by the Python package, because "dense" and the dequantise path are torch's own multiply there. nybble
+// plan: traced there, because what a step keeps is known to torch, transformers and PEFT. These commands find the package and hand over;
+// docs/decisions has the reason.
 #include <cstdlib>
 
 #include "commands.h"
@@ -22,8 +23,7 @@ int hand_over(const std::string& module, const std::vector<std::string>& argumen
   const int found = posix::run_program({python, "-c", probe});
   if (found != 0) {
     fail(ErrorKind::kUnsupported, found == posix::kNoProgram ? "there is no program " : "no package nybble in ", python,
-         "; the multiply is measured against torch's own, so install the Python package there, or name an interpreter that has it in "
-         "NYBBLE_PYTHON");
+         "; this command is the Python package's, so install that there, or name an interpreter that has it in NYBBLE_PYTHON");
   }
   std::vector<std::string> command = {python, "-m", module};
   command.insert(command.end(), arguments.begin(), arguments.end());
@@ -41,6 +41,10 @@ void add_front(CLI::App& app, Run& run, const std::string& name, const std::stri
 
 void add_bench(CLI::App& app, Run& run) {
   add_front(app, run, "bench", "nybble.bench", "linear: times of every path of the multiply on this machine, beside dense torch");
+}
+
+void add_plan(CLI::App& app, Run& run) {
+  add_front(app, run, "plan", "nybble.planning", "What a streamed LoRA run of a model would need, and what bounds it, before it runs");
 }
 
 void add_tune(CLI::App& app, Run& run) {

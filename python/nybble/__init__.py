@@ -19,6 +19,7 @@ __all__ = [
     "StaleWeightError",
     "UnsupportedError",
     "build_info",
+    "chunk_loss",
     "dequantize_4bit",
     "explain",
     "linear",
@@ -27,12 +28,14 @@ __all__ = [
     "nf4_linear",
     "patch",
     "path_counters",
+    "plan_training",
     "quantize_4bit",
     "reset_path_counters",
     "stream",
     "supports",
     "unpatch",
     "unstream",
+    "whole_loss",
 ]
 
 
@@ -42,6 +45,14 @@ def __getattr__(name: str):
         from .streaming import model
 
         return getattr(model, name)
+    if name in ("chunk_loss", "whole_loss"):
+        from .streaming import loss
+
+        return getattr(loss, name)
+    if name == "plan_training":
+        from .planning import plan_training
+
+        return plan_training
     if name in ("patch", "unpatch"):
         from .patching import model
 

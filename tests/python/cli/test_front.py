@@ -1,4 +1,4 @@
-"""bench and tune: the command hands over to the Python package."""
+"""bench, tune and plan: the command hands over to the Python package."""
 
 import os
 import sys
@@ -21,6 +21,13 @@ def test_tune_shows_the_table_that_the_environment_names(nybble, tmp_path):
     table.write_text("{}")
     done = nybble("tune", "--show", env={**PYTHON, "NYBBLE_TUNE": str(table)})
     assert done.returncode == 3 and str(table) in done.stderr and 'no "nybble_tune"' in done.stderr
+
+
+def test_plan_runs_the_package_with_the_arguments_and_gives_its_exit_code(nybble, tmp_path):
+    done = nybble("plan", "--help", env=PYTHON)
+    assert done.returncode == 0 and "--gpu-memory" in done.stdout, done.stderr
+    done = nybble("plan", tmp_path, "--gpu-memory", "8GiB", env=PYTHON)
+    assert done.returncode == 4 and "has no config.json" in done.stderr, done
 
 
 def test_an_interpreter_without_the_package_is_named_with_advice(nybble, tmp_path):

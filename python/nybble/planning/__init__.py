@@ -1,0 +1,7 @@
+"""What a streamed run needs and what bounds it, before it runs."""
+
+from __future__ import annotations
+
+from .forecast import Plan, plan_training
+
+__all__ = ["Plan", "plan_training"]

@@ -1,0 +1,177 @@
+"""nybble.plan_training: memory and bounds of a streamed LoRA run, before it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import torch
+
+from . import source as sources
+from . import speed as speeds
+from .advice import advise
+from .machine import Machine, card, machine_of
+from .memory import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_BEFORE, OPTIMISERS, Memory, simulate
+from .trace import Step, Trace, record
+from .workspace import multiply_workspace
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run to plan. tokens: of one batch. accumulate: batches per step of the optimiser."""
+
+    step: Step
+    window: int = 2
+    optimiser: str = "adamw"
+    accumulate: int = 1
+
+    def replaced(self, **changes) -> Run:
+        step = {k: changes.pop(k) for k in list(changes) if k in Step.__dataclass_fields__}
+        return dataclasses.replace(self, step=dataclasses.replace(self.step, **step), **changes)
+
+
+@dataclasses.dataclass
+class Plan:
+    """What nybble.plan_training returns. Bytes and seconds; str() is the table, as_dict() the same for programs."""
+
+    source: sources.ModelSource
+    run: Run
+    machine: Machine
+    memory: Memory
+    resident: Memory
+    speed: speeds.Speed
+    host_pageable: int
+    advice: list[str]
+
+    @property
+    def device_bytes(self) -> int:
+        """What the run needs of the card at its peak."""
+        return self.memory.reserved + self.machine.context_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """None: no size of a card was given."""
+        return None if self.machine.gpu_bytes is None else self.device_bytes <= self.machine.gpu_bytes
+
+    def as_dict(self) -> dict:
+        from .report import as_dict
+
+        return as_dict(self)
+
+    def __str__(self) -> str:
+        from .report import table
+
+        return table(self)
+
+
+class Planner:
+    """One model, any number of runs: what advise() varies."""
+
+    def __init__(self, source: sources.ModelSource):
+        self.source = source
+        self.device = device = card()
+        before = device is not None and torch.cuda.get_device_capability(device)[0] < 9
+        self.cublas = CUBLAS_WORKSPACE_BEFORE if before else CUBLAS_WORKSPACE
+        self.traces: dict[Step, Trace] = {}
+
+    def trace(self, step: Step) -> Trace:
+        if step not in self.traces:
+            self.traces[step] = record(self.source, step, multiply_workspace(self.device, self.source.compute_dtype))
+        return self.traces[step]
+
+    def counted(self, run: Run) -> Step:
+        """The step to trace: with accumulation, one that finds gradients of the batch before."""
+        return dataclasses.replace(run.step, holds_gradients=run.accumulate > 1)
+
+    def play(self, run: Run, trace: Trace, resident: bool = False) -> Memory:
+        return simulate(
+            self.source,
+            trace,
+            window=run.window,
+            tokens=run.step.tokens,
+            optimiser=run.optimiser,
+            element=run.step.adapter_dtype.itemsize,
+            holds_gradients=run.accumulate > 1,
+            workspace=self.cublas,
+            resident=resident,
+        )
+
+    def memory(self, run: Run, resident: bool = False) -> Memory:
+        return self.play(run, self.trace(self.counted(run)), resident)
+
+
+def _keep(activations: str | int, layers: int) -> int:
+    if activations in ("recompute", "keep"):
+        return layers if activations == "keep" else 0
+    count = int(activations) if str(activations).isdigit() else -1
+    if not 0 <= count <= layers:
+        raise ValueError(
+            f'activations is {activations!r}, expected "recompute", "keep", or how many of {layers} layers keep'
+        )
+    return count
+
+
+def _positive(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value}, expected a whole number from 1 on")
+
+
+def plan_training(
+    model: str | os.PathLike,
+    *,
+    gpu_memory: str | int | None = None,
+    tokens: int = 4096,
+    batch: int = 1,
+    rank: int = 16,
+    targets: str = "all-linear",
+    window: int = 2,
+    activations: str | int = "recompute",
+    reentrant: bool = False,
+    loss: str = "whole",
+    adapter_dtype: str = "bfloat16",
+    optimiser: str = "adamw",
+    accumulate: int = 1,
+    host_memory: str | int | None = None,
+    context: str | int | None = None,
+    link_gb_s: float | None = None,
+    gemm_tflops: float | None = None,
+    memory_gb_s: float | None = None,
+) -> Plan:
+    """What a streamed LoRA run of `model` needs and what bounds it, from its config and file headers alone.
+
+    model: a store, or a Hugging Face folder with config.json, whose layers then count as `nybble quantize` would store
+    them. tokens: of one batch of `batch` rows, without padding (a padded batch builds masks on top). rank, targets
+    (projection names with commas, or all-linear), adapter_dtype: the LoRA adapters. activations: "recompute", "keep",
+    or how many of the last layers keep. loss: "whole" (transformers') or "chunked" (nybble.chunk_loss). optimiser:
+    adamw (fused), adamw8bit or sgd; accumulate: batches per step. gpu_memory, host_memory, context (of CUDA, outside
+    torch's allocator): sizes such as "8GiB"; by default what this machine has. Rates: measured on this machine's card,
+    else assumed. Raises FileNotFoundError and ValueError.
+    """
+    _positive(tokens=tokens, batch=batch, rank=rank, window=window, accumulate=accumulate)
+    if tokens % batch:
+        raise ValueError(f"tokens is {tokens}, expected a multiple of batch, {batch}: rows of equal length")
+    for name, value, known in (
+        ("loss", loss, ("whole", "chunked")),
+        ("optimiser", optimiser, tuple(OPTIMISERS)),
+        ("adapter_dtype", adapter_dtype, tuple(DTYPES)),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}, expected one of {', '.join(known)}")
+    source = sources.read(model)
+    names = () if targets == "all-linear" else tuple(sorted(targets.split(",")))
+    keep = _keep(activations, len(source.layers))
+    step = Step(tokens, batch, rank, names, DTYPES[adapter_dtype], keep, reentrant, loss == "chunked")
+    run = Run(step, window, optimiser, accumulate)
+    planner = Planner(source)
+    memory, resident = planner.memory(run), planner.memory(run, resident=True)
+    shape = max((shape for layer in source.layers for shape in layer.values()), key=lambda s: s[0] * s[1])
+    given = {"link_gb_s": link_gb_s, "gemm_tflops": gemm_tflops, "memory_gb_s": memory_gb_s}
+    machine = machine_of(gpu_memory, host_memory, context, given, tokens, shape)
+    speed = speeds.forecast(source, step, window, accumulate, machine.rates)
+    pageable = max(size for _, size in planner.trace(planner.counted(run)).resident)
+    plan = Plan(source, run, machine, memory, resident, speed, pageable, [])
+    plan.advice = advise(plan, planner)
+    return plan
