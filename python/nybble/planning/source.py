@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -96,6 +97,18 @@ class ModelSource:
     @property
     def weights(self) -> int:
         return sum(n * k for layer in self.layers for n, k in layer.values())
+
+    def first_layers(self, count: int) -> ModelSource:
+        """The same with fewer layers, among them one of each type."""
+        config = copy.deepcopy(self.config)
+        config.num_hidden_layers = count
+        types = getattr(config, "layer_types", None)
+        if types:
+            missing = sorted(set(types) - set(types[:count]))
+            config.layer_types = types[: count - len(missing)] + missing
+        return dataclasses.replace(
+            self, config=config, layers=self.layers[:count], layer_bytes=self.layer_bytes[:count]
+        )
 
     def build(self, attention: str) -> torch.nn.Module:
         """The model on meta, projections not replaced yet."""

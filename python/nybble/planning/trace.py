@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..streaming.skeleton import base_model_of
-from . import stand_ins
+from . import fold, stand_ins
 from .source import ModelSource
 
 ACTIVATIONS, LOSS, WORKING, GRADIENTS = "kept activations", "logits and loss", "working memory", "gradients"
@@ -65,14 +65,14 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, step_tensors):
         super().__init__()
         self.events: list[tuple[int, int]] = []
-        self.marks: dict[str, int] = {}  # what began, and after how many events
+        self.marks: dict[str | tuple[str, int], int] = {}  # what began first, and after how many events
         self.keys: dict[int, tuple[int, weakref.ref]] = {}  # by id of a live storage
         self.count = 0
         for tensor in step_tensors:
             self._remember(tensor.untyped_storage(), -1)
 
-    def mark(self, text: str) -> None:
-        self.marks[text] = len(self.events)
+    def mark(self, what: str | tuple[str, int]) -> None:
+        self.marks.setdefault(what, len(self.events))
 
     def _remember(self, storage, key: int) -> None:
         identity = id(storage)
@@ -98,7 +98,7 @@ class _Recorder(TorchDispatchMode):
                 self.events.append((self.count, storage.nbytes()))
                 self.count += 1
         if func in _CUBLAS:
-            self.marks.setdefault(f"first multiply of {'back' if _in_backward() else 'for'}ward", len(self.events))
+            self.mark("first multiply, backward" if _in_backward() else "first multiply")
         return result
 
 
@@ -148,16 +148,22 @@ def _sizes(model: torch.nn.Module, adapters: bool) -> list[tuple[str, int]]:
     ]
 
 
-def _mark_spans(model: torch.nn.Module, recorder: _Recorder) -> None:
-    """The loss begins after the last decoder layer, forward, and ends there, backward."""
-    last = base_model_of(model).base_model.layers[-1]
+def _mark_layers(model: torch.nn.Module, recorder: _Recorder) -> None:
+    """Marks where each decoder layer begins, forward ("f", layer) and backward ("b", layer), and the loss."""
+    layers = base_model_of(model).base_model.layers
 
-    def leaves(module, args, output):
-        output = output[0] if isinstance(output, tuple) else output
-        recorder.marks.setdefault("loss", len(recorder.events))
-        output.register_hook(lambda grad: recorder.marks.setdefault("layers", len(recorder.events)) and None)
+    def watch(index: int, layer: torch.nn.Module) -> None:
+        def leaves(module, args, output):
+            output = output[0] if isinstance(output, tuple) else output
+            if index == len(layers) - 1:
+                recorder.mark("loss")
+            output.register_hook(lambda grad: recorder.mark(("b", index)))
 
-    last.register_forward_hook(leaves)
+        layer.register_forward_pre_hook(lambda *_: recorder.mark(("f", index)))
+        layer.register_forward_hook(leaves)
+
+    for index, layer in enumerate(layers):
+        watch(index, layer)
 
 
 def _masks(source: ModelSource, ids: torch.Tensor) -> dict[str, torch.Tensor] | None:
@@ -169,7 +175,20 @@ def _masks(source: ModelSource, ids: torch.Tensor) -> dict[str, torch.Tensor] | 
 
 
 def record(source: ModelSource, step: Step, workspace: stand_ins.Workspace = lambda *_: 0) -> Trace:
-    """Traces the step. ValueError for targets that the model does not have."""
+    """Traces the step; of many equal layers a few, which are then unfolded. ValueError for targets that the model does
+    not have.
+    """
+    recomputed = len(source.layers) - step.keep
+    extra = [max(0, count - fold.TRACED) for count in (recomputed, step.keep)]
+    if not any(extra) or any(layer != source.layers[0] for layer in source.layers):
+        return _record(source, step, workspace)[0]
+    few = source.first_layers(len(source.layers) - sum(extra))
+    trace, marks = _record(few, dataclasses.replace(step, keep=step.keep - extra[1]), workspace)
+    middles = (fold.MIDDLE, recomputed + fold.MIDDLE)
+    return _unfold(trace, marks, [(m, e) for m, e in zip(middles, extra, strict=True) if e])
+
+
+def _record(source: ModelSource, step: Step, workspace: stand_ins.Workspace) -> tuple[Trace, dict]:
     model = build(source, step, workspace)
     ids = torch.empty(step.rows, step.tokens // step.rows, dtype=torch.int64, device="meta")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -177,28 +196,47 @@ def record(source: ModelSource, step: Step, workspace: stand_ins.Workspace = lam
         parameter.grad = torch.empty_like(parameter)
     held = [parameter.grad for parameter in trained if parameter.grad is not None]
     recorder = _Recorder([*model.parameters(), *model.buffers(), *held, ids])
-    _mark_spans(model, recorder)
+    _mark_layers(model, recorder)
     with recorder:
         loss = model(input_ids=ids, labels=ids, use_cache=False, attention_mask=_masks(source, ids)).loss
         recorder.mark("backward")
         loss.backward()
         del loss
-        after = len(recorder.events)
+        recorder.mark("after")
         gradients = {recorder.key_of(parameter.grad) for parameter in trained if parameter.grad is not None}
         for parameter in trained:
             parameter.grad = None
-    events = list(recorder.events)
-    kinds = _kinds(events, recorder.count, recorder.marks, gradients)
-    multiplies = sorted(at for text, at in recorder.marks.items() if text.startswith("first multiply"))
-    return Trace(events, after, multiplies, kinds, _sizes(model, False), _sizes(model, True))
+    events, marks = list(recorder.events), recorder.marks
+    kinds = _kinds(events, recorder.count, marks, gradients)
+    multiplies = sorted(at for what, at in marks.items() if str(what).startswith("first multiply"))
+    return Trace(events, marks["after"], multiplies, kinds, _sizes(model, False), _sizes(model, True)), marks
+
+
+def _unfold(trace: Trace, marks: dict, repeats: list[tuple[int, int]]) -> Trace:
+    """repeats: (layer, how many more of it), from the first layer to the last, as numbered after those before."""
+    starts = [(at, *what) for what, at in marks.items() if isinstance(what, tuple)]
+    starts += [(0, "", 0), (marks["loss"], "", 1), (trace.after, "", 2)]
+    segments = fold.cut(trace.events, trace.kinds, sorted(starts))
+    places = [fold.place(segments, at) for at in trace.multiplies]
+    resident, adapters = trace.resident, trace.adapters
+    for middle, extra in repeats:
+        segments = fold.repeat(segments, middle, extra)
+        places = [(way, fold.moved(layer, middle, extra) if way else layer, offset) for way, layer, offset in places]
+        resident, adapters = (fold.repeat_sizes(sizes, middle, extra) for sizes in (resident, adapters))
+    events, kinds, begins = fold.join(segments)
+    multiplies = [begins[way, layer] + offset for way, layer, offset in places]
+    return Trace(events, begins["", 2], multiplies, kinds, resident, adapters)
 
 
 def _kinds(events: list[tuple[int, int]], count: int, marks: dict[str, int], gradients: set[int]) -> list[str]:
     kinds, born = [WORKING] * count, {}
+    loss_ends = min(
+        (at for what, at in marks.items() if what[0] == "b" and isinstance(what, tuple)), default=len(events)
+    )
     for index, (key, size) in enumerate(events):
         if size >= 0:
             born[key] = index
-            if marks["loss"] <= index < marks.get("layers", len(events)):
+            if marks["loss"] <= index < loss_ends:
                 kinds[key] = LOSS
         elif born[key] < marks["loss"] and index >= marks["backward"]:
             kinds[key] = ACTIVATIONS

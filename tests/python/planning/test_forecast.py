@@ -45,8 +45,9 @@ def test_the_larger_bound_is_named_and_the_crossover_is_where_both_are_equal(fol
     slow, fast = plan(folder(), link_gb_s=0.1), plan(folder(), link_gb_s=1e6)
     assert (slow.speed.bound, fast.speed.bound) == ("link", "compute")
     assert slow.speed.link_s == pytest.approx(2 * 2 * slow.source.slot_bytes / 0.1e9)
-    there = plan(folder(), tokens=slow.speed.tokens_to_hide, link_gb_s=0.1)
-    assert there.speed.compute_s == pytest.approx(slow.speed.link_s, rel=0.2)  # attention grows with the row
+    rows = slow.speed.tokens_to_hide // 256  # as long as before
+    there = plan(folder(), tokens=256 * rows, batch=rows, link_gb_s=0.1)
+    assert there.speed.compute_s == pytest.approx(slow.speed.link_s, rel=2 / rows)
     assert any("waits for the link" in line for line in slow.advice)
     assert not any("waits for the link" in line for line in fast.advice)
 

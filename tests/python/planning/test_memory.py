@@ -146,3 +146,31 @@ def test_a_workspace_of_the_multiply_is_counted_where_the_card_wants_one(folder)
         for size in (0, 64 << 20)
     )
     assert more.allocated - plain.allocated > 60 << 20
+
+
+UNFOLDED = {
+    "recompute": {},
+    "keep": {"keep": 14},
+    "both": {"keep": 6, "chunked_loss": True},
+    "few keep": {"keep": 3, "reentrant": True},
+    "accumulated": {"holds_gradients": True, "keep": 8},
+}
+
+
+@pytest.mark.parametrize("case", UNFOLDED)
+def test_a_trace_of_few_layers_unfolds_to_that_of_all(folder, case):
+    found = source.read(folder(num_hidden_layers=14))
+    step = trace.Step(T, rank=8, **UNFOLDED[case])
+    whole, _ = trace._record(found, step, lambda *_: 0)
+    unfolded = trace.record(found, step)
+    assert unfolded.events == whole.events and unfolded.kinds == whole.kinds
+    assert (unfolded.after, unfolded.multiplies) == (whole.after, whole.multiplies)
+    for sizes in ("resident", "adapters"):
+        assert [s for _, s in getattr(unfolded, sizes)] == [s for _, s in getattr(whole, sizes)]
+    assert len(trace.record(found.first_layers(12), step).events) < len(whole.events)
+
+
+def test_every_type_of_layer_is_among_the_first(folder):
+    found = source.read(folder(**FAMILIES["gemma3_text"], num_hidden_layers=12))
+    assert found.config.layer_types.index("full_attention") == 5
+    assert set(found.first_layers(5).config.layer_types) == {"full_attention", "sliding_attention"}
