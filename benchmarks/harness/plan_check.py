@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """`nybble plan` against measurement: peaks of torch's allocator in three LoRA training steps, allocated and reserved.
 
-    python plan_check.py [--shapes 8b 32b 1.5b] [--tokens 512,1024,2048,4096] [--layers 8] [--json FILE]
+    python plan_check.py [--shapes 8b 32b 1.5b] [--tokens 512,1024,2048,4096] [--layers 8] [--record h200-plan]
 
 One row per shape and length, 8 layers each; the length also selects the arm: recompute, keep, the reentrant variant,
 the chunked loss. Every row makes its model anew in an empty allocator. A prediction may be up to 5% low and 10% high;
@@ -34,6 +34,13 @@ ARMS = [
     (3, True, "chunked", "all-linear", 2),
     ("recompute", False, "chunked", "q_proj,v_proj", 2),
 ]
+
+
+HEAD = (
+    "| shape | tokens | activations | loss | adapters "
+    "| allocated MiB | planned | error | reserved MiB | planned | error | ok |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
 
 
 def lora_targets(targets: str):
@@ -118,21 +125,43 @@ def line(found: dict) -> str:
     return "| " + " | ".join([*cells, "yes" if found["fits"] else "NO"]) + " |"
 
 
+def verdict(rows: list[dict]) -> str:
+    inside = sum(found["fits"] for found in rows)
+    spans = []
+    for what in ("allocated", "reserved"):
+        errors = [found["errors"][what] for found in rows]
+        spans.append(f"{what} {min(errors):+.1%} to {max(errors):+.1%}")
+    return f"{inside} of {len(rows)} rows between {LOW:+.0%} and {HIGH:+.0%}: {', '.join(spans)}"
+
+
+def write_record(options, rows: list[dict], seconds: float) -> None:
+    name = torch.cuda.get_device_name()
+    info = {"device": name, "command": "plan_check.py", "commit": options.commit, "torch": torch.__version__}
+    text = json.dumps(info | {"seconds": seconds, "rows": rows}, indent=1)
+    options.record.with_suffix(".json").write_text(text + "\n")
+    title = f"# `nybble plan` against measured peaks, {name}\n"
+    about = (
+        f"`plan_check.py`, commit {options.commit}, torch {torch.__version__}, {seconds:.0f} s. {options.layers} "
+        "layers a shape, three training steps in an allocator as empty as a new process has it. What the columns mean: "
+        "`benchmarks/harness/plan_check.py`; how a plan is made: `docs/plan.md`.\n"
+    )
+    table = "\n".join([HEAD, *map(line, rows)])
+    options.record.with_suffix(".md").write_text("\n".join([title, about, table, "", verdict(rows), ""]))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["8b", "32b", "1.5b"])
     parser.add_argument("--tokens", default="512,1024,2048,4096")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--record", type=pathlib.Path, help="writes this name with .json and .md")
+    parser.add_argument("--commit", help="of the code that is measured, for the record")
     parser.add_argument("--scratch", help="where the random store is written and removed again")
     options = parser.parse_args()
     warnings.simplefilter("ignore", FutureWarning)
-    rows = []
-    print(
-        "| shape | tokens | activations | loss | adapters | allocated MiB | planned | | reserved MiB | planned | | ok |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    rows, start = [], time.time()
+    print(HEAD, flush=True)
     for name in options.shapes:
         shape = (SHAPES | MORE_SHAPES)[name] | {"layers": options.layers}
         folder = pathlib.Path(tempfile.mkdtemp(dir=options.scratch))
@@ -141,14 +170,12 @@ def main() -> int:
             for index, tokens in enumerate(int(text) for text in options.tokens.split(",")):
                 rows.append(row(name, store, tokens, ARMS[index % len(ARMS)], options.rank))
                 print(line(rows[-1]), flush=True)
-                if options.json:
-                    options.json.write_text(
-                        json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1)
-                    )
         finally:
             shutil.rmtree(folder)
     wrong = [found for found in rows if not found["fits"]]
-    print(f"{len(rows) - len(wrong)} of {len(rows)} rows between {LOW:+.0%} and {HIGH:+.0%}")
+    print(verdict(rows))
+    if options.record:
+        write_record(options, rows, time.time() - start)
     return 1 if wrong else 0
 
 
