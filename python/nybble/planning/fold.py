@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import re
 
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 TRACED = 5  # of each kind: two on either side of the one that is repeated
 MIDDLE = 2
 
@@ -105,7 +106,16 @@ def join(segments: list[Segment]) -> tuple[list[tuple[int, int]], list[str], dic
 
 def repeat_sizes(sizes: list[tuple[str, int]], middle: int, extra: int) -> list[tuple[str, int]]:
     """(name, bytes) of parameters likewise: those of layer `middle` once more for each extra layer."""
-    here = re.compile(rf"\.layers\.{middle}\.")
-    of_middle = [entry for entry in sizes if here.search(entry[0])]
-    last = max((index for index, entry in enumerate(sizes) if here.search(entry[0])), default=len(sizes) - 1)
-    return sizes[: last + 1] + of_middle * extra + sizes[last + 1 :]
+    before, after = [], []
+    copies: list[list[tuple[str, int]]] = [[] for _ in range(extra + 1)]
+    for name, size in sizes:
+        layer = _LAYER.search(name)
+        number = int(layer[1]) if layer else -1
+        if number == middle:
+            for copy, entries in enumerate(copies):
+                entries.append((_LAYER.sub(f".layers.{middle + copy}.", name), size))
+        elif number > middle:
+            after.append((_LAYER.sub(f".layers.{number + extra}.", name), size))
+        else:
+            (after if copies[0] else before).append((name, size))
+    return [*before, *[entry for entries in copies for entry in entries], *after]

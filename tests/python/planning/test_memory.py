@@ -150,7 +150,7 @@ def test_a_workspace_of_the_multiply_is_counted_where_the_card_wants_one(folder)
 
 UNFOLDED = {
     "recompute": {},
-    "keep": {"keep": 14},
+    "keep": {"keep": 12},
     "both": {"keep": 6, "chunked_loss": True},
     "few keep": {"keep": 3, "reentrant": True},
     "accumulated": {"holds_gradients": True, "keep": 8},
@@ -159,15 +159,13 @@ UNFOLDED = {
 
 @pytest.mark.parametrize("case", UNFOLDED)
 def test_a_trace_of_few_layers_unfolds_to_that_of_all(folder, case):
-    found = source.read(folder(num_hidden_layers=14))
+    found = source.read(folder(num_hidden_layers=12))
     step = trace.Step(T, rank=8, **UNFOLDED[case])
     whole, _ = trace._record(found, step, lambda *_: 0)
     unfolded = trace.record(found, step)
     assert unfolded.events == whole.events and unfolded.kinds == whole.kinds
     assert (unfolded.after, unfolded.multiplies) == (whole.after, whole.multiplies)
-    for sizes in ("resident", "adapters"):
-        assert [s for _, s in getattr(unfolded, sizes)] == [s for _, s in getattr(whole, sizes)]
-    assert len(trace.record(found.first_layers(12), step).events) < len(whole.events)
+    assert unfolded.resident == whole.resident and unfolded.adapters == whole.adapters
 
 
 def test_every_type_of_layer_is_among_the_first(folder):
