@@ -86,6 +86,8 @@ INSTANTIATE_TEST_SUITE_P(
                       PathCase{"H200NinetyTokens", problem(96, 14336, 4096), kH200, LinearPath::kSmallM},
                       PathCase{"H200NinetyTokensGrad", problem(96, 14336, 4096, Direction::kGradInput), kH200, LinearPath::kHopper},
                       PathCase{"H200MoreTokens", problem(128, 14336, 4096), kH200, LinearPath::kHopper},
+                      PathCase{"H200MoreTokensPlainScales", plain(problem(128, 14336, 4096)), kH200, LinearPath::kSmallM},
+                      PathCase{"H200SomeTokensOfASmallWeightPlainScales", plain(problem(64, 4096, 4096)), kH200, LinearPath::kSmallM},
                       PathCase{"H200MoreTokensOfTheLargestWeight", problem(128, 28672, 8192), kH200, LinearPath::kSmallM},
                       PathCase{"H200SomeTokensOfASmallWeight", problem(64, 4096, 4096), kH200, LinearPath::kHopper},
                       PathCase{"H200SomeTokensOfTheSmallestWeight", problem(64, 1024, 4096), kH200, LinearPath::kSmallM},
