@@ -24,7 +24,7 @@ class KernelMutation:
 
 
 KERNEL_MUTATIONS = (
-    KernelMutation("none, with delays"),
+    KernelMutation("none but delays"),
     # Sums in another order are as exact, so numerics stays green.
     KernelMutation(
         "atomics in the reduction",

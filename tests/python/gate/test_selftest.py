@@ -47,7 +47,7 @@ def test_a_cell_of_the_kernel_table_that_is_not_as_predicted_is_an_error(monkeyp
     monkeypatch.setattr(kernel_selftest, "row", found.get)
     assert kernel_selftest.main([]) == 0
     found["missing fence"]["numerics"] = 0
-    found["none, with delays"]["memory"] = None
+    found["none but delays"]["memory"] = None
     assert kernel_selftest.main([]) == 1
     text = capsys.readouterr().out
     assert "0 not 1" in text and "- not 0" in text and "2 cells are not as predicted" in text
