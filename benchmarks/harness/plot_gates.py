@@ -13,7 +13,7 @@ import sys
 from plot_linear import COLORS, line, text
 
 WIDTH, HEIGHT, LEFT, TOP = 640, 280, 70, 44
-ROW, BAR = 26, 330  # of bar charts
+ROW, BAR, LABEL = 26, 330, 350  # of bar charts
 
 
 class Scale:
@@ -118,12 +118,10 @@ def bars(title, rows):
     for i, (label, value, words, color) in enumerate(rows):
         y = TOP + ROW * i
         width = BAR * value / largest
-        parts.append(text(LEFT + 210, y + 14, label, 11, "end"))
-        parts.append(
-            f'<rect x="{LEFT + 220}" y="{y}" width="{width:.1f}" height="{ROW - 8}" fill="{color}" opacity="0.8"/>'
-        )
-        parts.append(text(LEFT + 226 + width, y + 14, words, 11, "start"))
-    return picture(LEFT + 220 + BAR + 210, TOP + ROW * len(rows) + 14, title, parts)
+        parts.append(text(LABEL - 10, y + 14, label, 11, "end"))
+        parts.append(f'<rect x="{LABEL}" y="{y}" width="{width:.1f}" height="{ROW - 8}" fill="{color}" opacity="0.8"/>')
+        parts.append(text(LABEL + 6 + width, y + 14, words, 11, "start"))
+    return picture(LABEL + BAR + 210, TOP + ROW * len(rows) + 14, title, parts)
 
 
 def timed(record):
