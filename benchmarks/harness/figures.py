@@ -61,10 +61,31 @@ def resident_ratio(tokens: int) -> str:
     return f"{row['ratio']:.2f}"
 
 
+def streamed_cases(*shapes: str) -> list[dict]:
+    return [case for case in record("h200-stream")["cases"] if case["shape"] in shapes]
+
+
 def streamed_gradients() -> str:
-    cases = [case["exact"]["streamed"] for case in record("h200-stream")["cases"] if case["shape"] == "8b"]
+    cases = [case["exact"]["streamed"] for case in streamed_cases("8b", "8b-16")]
     worst = min(cases, key=lambda found: found["equal"])
     return f"{worst['equal']} of {worst['compared']}"
+
+
+def streamed_row(arm: str, tokens: int, *shapes: str) -> dict:
+    """The one that was timed in most rounds, the last of equals."""
+    rows = [row for case in streamed_cases(*shapes) for row in case["rows"]]
+    rows = [row for row in rows if (row["arm"], row["tokens"]) == (arm, tokens) and "rounds_ms" in row]
+    return max(reversed(rows), key=lambda row: len(row["rounds_ms"]))
+
+
+def streamed_ratio(arm: str, other: str) -> str:
+    """Rate of one arm by the other's, at 8192 tokens."""
+    times = [streamed_row(name, 8192, "8b-16")["step_ms"] for name in (arm, other)]
+    return f"{times[1] / times[0]:.3f}"
+
+
+def visit(key: str) -> str:
+    return f"{record('h200-visit')['step_us_per_visit'][key] / 1e3:.1f} ms"
 
 
 FIGURES = {
@@ -79,6 +100,13 @@ FIGURES = {
     "cpu-dense": lambda: f"{max(cpu_ratios('dense')):.2f}",
     "resident-8192": lambda: resident_ratio(8192),
     "streamed-gradients": streamed_gradients,
+    "streamed-8192": lambda: streamed_ratio("streamed", "resident"),
+    "streamed-keep-8192": lambda: streamed_ratio("streamed_keep", "resident"),
+    "streamed-peer-8192": lambda: "{:.3f} ({:.3f} .. {:.3f})".format(
+        *streamed_row("streamed", 8192, "8b-16")["ratio_peer"]
+    ),
+    "streamed-link": lambda: f"{streamed_row('streamed', 128, '70b-12')['ratio_link']:.2f}",
+    "visit-total": lambda: visit("total"),
 }
 
 

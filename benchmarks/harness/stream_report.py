@@ -172,9 +172,10 @@ def times(case: dict) -> list[str]:
             if key in row
         ]
         for less, more, text in SAVINGS:
-            pair = [find(case, arm, tokens).get("step_ms") for arm in (less, more)]
-            if None not in pair:
-                found.append(f"{text} {1 - pair[0] / pair[1]:+.1%}")
+            pair = [find(case, arm, tokens) for arm in (less, more)]
+            if all("step_ms" in row for row in pair):
+                mark = "!" if max(row["spread"] for row in pair) > MAX_SPREAD else ""
+                found.append(f"{text} {1 - pair[0]['step_ms'] / pair[1]['step_ms']:+.1%}{mark}")
         if found:
             lines.append(f"* {tokens} tokens, streamed: " + "; ".join(found) + ".")
     return lines
