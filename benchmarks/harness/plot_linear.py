@@ -94,16 +94,17 @@ def svg(record):
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def command(draw, description: str) -> int:
+    """`SCRIPT RECORD [--out FILE]` for a script whose draw(record) gives an SVG's text."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path, help="default: beside the record, .svg")
     arguments = parser.parse_args()
     out = arguments.out or arguments.record.with_suffix(".svg")
-    out.write_text(svg(json.loads(arguments.record.read_text())), encoding="utf-8")
+    out.write_text(draw(json.loads(arguments.record.read_text())), encoding="utf-8")
     print(out)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(svg, __doc__))

@@ -7,13 +7,10 @@ A bar is the median of the rounds, the line across its end reaches from the fast
 are scaled to its slowest arm; ablations, which compute nonsense, are grey.
 """
 
-import argparse
-import json
-import pathlib
 import sys
 
 from plot_gates import picture
-from plot_linear import COLORS, line, text
+from plot_linear import COLORS, command, line, text
 
 ROW, LEFT, BAR, RIGHT = 18, 170, 420, 110
 RESIDENT, STREAMED, PEER, GARBAGE = COLORS[0], COLORS[2], COLORS[1], COLORS[6]
@@ -61,16 +58,5 @@ def svg(record: dict) -> str:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", type=pathlib.Path)
-    parser.add_argument("--out", type=pathlib.Path, help="default: beside the record, .svg")
-    arguments = parser.parse_args()
-    out = arguments.out or arguments.record.with_suffix(".svg")
-    out.write_text(svg(json.loads(arguments.record.read_text())), encoding="utf-8")
-    print(out)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(svg, __doc__))
