@@ -5,9 +5,10 @@ and bitsandbytes in the same run.
     python h200_linear.py --judge RECORD.json                          the verdict on a record, without a GPU
 
 Times include everything one call of torch.ops.nybble does on the device. Arms: auto; dequant (mode "dequant", up to
-4096 tokens); dense (torch.mm on the dequantised weight); bitsandbytes (matmul_4bit; for grad_x dequantize_4bit + mm);
-for 4096 x 4096 also auto and dense with one weight that stays in L2. Weights rotate so that 3 x L2 lie between two
-uses of one; CUDA graph replays; arms shuffled in every round; medians. Spread: (max - min) / median.
+4096 tokens, where the table has a target); dense (torch.mm on the dequantised weight); bitsandbytes (matmul_4bit; for
+grad_x dequantize_4bit + mm); for 4096 x 4096 also auto and dense with one weight that stays in L2. Weights rotate so
+that 3 x L2 lie between two uses of one; CUDA graph replays; arms shuffled in every round; medians. Spread: (max - min)
+/ median.
 With --must (always with --judge) the exit code is 1 when a must of linear_targets.py is missed or was not measured.
 """
 
@@ -109,7 +110,7 @@ class Shape:
         bodies = {"auto": ours("auto"), "dense": lambda i: torch.mm(x, operands[i % len(operands)], out=out)}
         if self.states:
             bodies["bnb"] = bitsandbytes
-        if m <= DEQUANT_TOKENS:
+        if m <= DEQUANT_TOKENS and m in targets.TOKENS:
             bodies["dequant"] = ours("dequant")
         if (self.n, self.k) == WARM_SHAPE:
             bodies["auto_warm"] = ours("auto", rotate=False)

@@ -58,10 +58,18 @@ def test_no_bitsandbytes_or_a_tie_within_the_spread_is_no_miss(change):
 
 
 @pytest.mark.parametrize(
+    ("change", "missed"), [(dict(ratio_dense=9.0), 0), (dict(auto=False), 0), (dict(ratio_bnb=1.05), 1)]
+)
+def test_tokens_between_the_targets_need_only_keep_up_with_bitsandbytes(change, missed):
+    assert len(targets.misses(spoil(record_at(0.999), change, m=160))) == missed
+
+
+@pytest.mark.parametrize(
     ("shape", "m", "must"),
     [
         ((14336, 4096), 16, 0.80),
         ((28672, 8192), 128, 1.15),
+        ((28672, 8192), 160, None),
         ((4096, 4096), 256, 1.40),
         ((1024, 4096), 1024, None),
         ((1024, 4096), 2048, 1.07),
