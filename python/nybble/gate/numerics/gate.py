@@ -49,6 +49,17 @@ class Cell:
 
 
 @dataclass
+class Known:
+    """A weight, and what cells of its shape would otherwise compute again. along: float64 norms of what a column of a
+    result is a sum over, by direction.
+    """
+
+    weight: Weight
+    dense: torch.Tensor
+    along: dict[str, torch.Tensor]
+
+
+@dataclass
 class Shared:
     """What all arms of a cell use. rows: indices of the result that are compared with float64."""
 
@@ -86,7 +97,7 @@ class NumericsGate(CheckGate):
         self.arms: list[CheckArm] = arms.default_arms()
         self.left_out: dict[str, str] = {}
         self.boundaries: dict[str, list[int]] = {}
-        self._weights: dict[tuple[int, int, int], Weight] = {}
+        self._known: dict[tuple[int, int, int], Known] = {}
         self.cells = [cell for n, k in sizes.shapes for cell in self._cells_of(n, k)]
 
     def _cells_of(self, n: int, k: int) -> list[Cell]:
@@ -108,13 +119,19 @@ class NumericsGate(CheckGate):
         return cells
 
     def _weight(self, n: int, k: int, seed: int) -> Weight:
-        """The last weight that was asked for is kept: cells of one shape follow each other."""
+        return self._known_of(n, k, seed).weight
+
+    def _known_of(self, n: int, k: int, seed: int) -> Known:
+        """The last weights that were asked for are kept: cells of one shape follow each other."""
         key = n, k, seed
-        if key not in self._weights:
-            if len(self._weights) > self.sizes.seeds:
-                self._weights.clear()
-            self._weights[key] = random_weight(n, k, self.device, self.seed + 1000 * seed)
-        return self._weights[key]
+        if key not in self._known:
+            if len(self._known) > self.sizes.seeds:
+                self._known.clear()
+            weight = random_weight(n, k, self.device, self.seed + 1000 * seed)
+            matrix = weight.dense()
+            along = {way: matrix.double().norm(dim=dim) for way, dim in ((FORWARD, 1), (GRAD_INPUT, 0))}
+            self._known[key] = Known(weight, matrix, along)
+        return self._known[key]
 
     def runs(self, arm: CheckArm, cell: Cell) -> bool:
         """Where the plan itself dequantises, there is no fused multiply to put a fault into. Later seeds and the
@@ -125,25 +142,24 @@ class NumericsGate(CheckGate):
         return cell.plan.path != "dequant" or arm.role != Role.CONTROL.value or arm.name.startswith("dequant")
 
     def prepare(self, cell: Cell) -> Shared:
-        weight = self._weight(cell.n, cell.k, cell.seed)
-        columns, _ = weight.columns(cell.direction)
+        known = self._known_of(cell.n, cell.k, cell.seed)
+        columns, _ = known.weight.columns(cell.direction)
         operand = random_operand(cell.m, columns, self.device, self.seed + 1000 * cell.seed + cell.m)
-        matrix = weight.dense()
-        dense = dense_multiply(cell.direction, operand, matrix)
+        dense = dense_multiply(cell.direction, operand, known.dense)
         rows = torch.linspace(0, cell.m - 1, min(cell.m, EXACT_ROWS), device=self.device).round().long().unique()
-        exact = exact_multiply(cell.direction, operand[rows], matrix)
-        along = matrix.double().norm(dim=1 if cell.direction == FORWARD else 0)
-        scale = operand[rows].double().norm(dim=1)[:, None] * along[None, :]
-        return Shared(weight, operand, dense, rows, exact, scale, relative_error(dense[rows], exact))
+        exact = exact_multiply(cell.direction, operand[rows], known.dense)
+        scale = operand[rows].double().norm(dim=1)[:, None] * known.along[cell.direction][None, :]
+        return Shared(known.weight, operand, dense, rows, exact, scale, relative_error(dense[rows], exact))
 
     def judge(self, arm: CheckArm, cell: Cell, shared: Shared) -> Judged:
         before = nybble.path_counters()
         result = arm.act(cell.direction, shared.operand, shared.weight)
         launched = moved(before, nybble.path_counters())
         apart = difference(result, shared.dense)
-        error = relative_error(result[shared.rows], shared.exact)
+        rows = result[shared.rows]
+        error = relative_error(rows, shared.exact)
         ratio = error / shared.dense_error if shared.dense_error else float("inf")
-        excess = sum_excess(result[shared.rows], shared.exact, shared.scale)
+        excess = sum_excess(rows, shared.exact, shared.scale)
         checks = [
             Check(ERROR, ratio <= LARGEST_RATIO, f"{ratio:.4f} of torch's error against float64"),
             Check(ELEMENT, excess <= LARGEST_EXCESS, f"an element is {excess:.1f} units off beyond its rounding"),
