@@ -88,6 +88,8 @@ class StreamedModel:
 
     def __init__(self, cell: Cell, sizes: Sizes, ring: SlotRing, multiply: Multiply, copies: Copies = Copies.NONE):
         self.cell, self.sizes, self.ring, self.multiply, self.copies = cell, sizes, ring, multiply, copies
+        square, base = (sizes.tokens, sizes.tokens), ring.base
+        self.future = torch.full(square, float("-inf"), device=base.device, dtype=base.dtype).triu(1)
 
     def step(self, parameters: Parameters) -> Step:
         """One forward and one backward. Raises what the multiply raises."""
@@ -140,12 +142,11 @@ class StreamedModel:
         h = rms_norm(x) * weights["norm"]
         q, k, v = (project(name, h).view(tokens, self.sizes.heads, -1).transpose(0, 1) for name in ("q", "k", "v"))
         scores = (q @ k.transpose(1, 2)) * q.shape[-1] ** -0.5
-        future = torch.full((tokens, tokens), float("-inf"), device=x.device, dtype=x.dtype).triu(1)
-        mixed = (scores + future).softmax(-1) @ v
+        mixed = (scores + self.future).softmax(-1) @ v
         x = x + project("o", mixed.transpose(0, 1).reshape(tokens, -1))
         h = rms_norm(x) * weights["ffn_norm"]
         return x + project("down", torch.nn.functional.silu(project("gate", h)) * project("up", h))
 
 
 def rms_norm(x: torch.Tensor) -> torch.Tensor:
-    return (x.float() * x.float().pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()).to(x.dtype)
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6)
