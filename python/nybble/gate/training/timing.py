@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
@@ -36,23 +37,37 @@ class Turns:
 
 
 def take_turns(arms: dict[str, Callable[[], None]], rounds: int, device: torch.device, seed: int = 0) -> Turns:
-    """Runs every arm once a round, in an order that is shuffled anew for each, after one round that does not count."""
+    """Runs every arm once a round, in an order that is shuffled anew for each, after one round that does not count.
+    Python's garbage is collected between rounds only: a collection takes as long as some steps.
+    """
     order, shuffle = list(arms), random.Random(seed)
     for name in order:
         arms[name]()
     turns = Turns(*({name: [] for name in arms} for _ in range(3)))
-    for _ in range(rounds):
-        shuffle.shuffle(order)
-        for name in order:
-            synchronize(device)
-            began, start = time.time(), time.perf_counter()
-            arms[name]()
-            enqueued = time.perf_counter()
-            synchronize(device)
-            turns.seconds[name].append(time.perf_counter() - start)
-            turns.host_seconds[name].append(enqueued - start)
-            turns.spans[name].append((began, time.time()))
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            gc.collect()
+            shuffle.shuffle(order)
+            for name in order:
+                take_turn(turns, name, arms[name], device)
+    finally:
+        if collecting:
+            gc.enable()
     return turns
+
+
+def take_turn(turns: Turns, name: str, act: Callable[[], None], device: torch.device) -> None:
+    """One arm, once, timed."""
+    synchronize(device)
+    began, start = time.time(), time.perf_counter()
+    act()
+    enqueued = time.perf_counter()
+    synchronize(device)
+    turns.seconds[name].append(time.perf_counter() - start)
+    turns.host_seconds[name].append(enqueued - start)
+    turns.spans[name].append((began, time.time()))
 
 
 def synchronize(device: torch.device) -> None:
