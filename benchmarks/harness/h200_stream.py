@@ -15,17 +15,18 @@ only, as its pauses are longer than steps. host_ms: time until a step is enqueue
 host, not for the GPU. ratio_resident: time of a resident step with our multiply / time of the arm. ratio_dequant,
 ratio_peer: time of streamed / time of that arm, from pairs of one round, median and 95% bootstrap interval. ratio_link:
 (bytes copied in a step / its time) / the rate of page-locked copies measured in the same process. spread: (max - min) /
-median of the rounds. stack: the layers' seven multiplies alone, forward and then forward and grad_x, without
-transformers, PEFT and autograd: what the ring itself gets out of the link.
+median of the rounds, quartiles: the middle half's. stack: the layers' seven multiplies alone, forward and then forward
+and grad_x, without transformers, PEFT and autograd: what the ring itself gets out of the link.
+
+streamed_auto has a limit of its own, half way between what torch reserves when every layer recomputes and when every
+layer keeps: the whole card would let all of them keep.
 """
 
 import argparse
 import gc
 import json
 import pathlib
-import random
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -35,13 +36,12 @@ import stream_limits as limits
 import stream_peer as peer
 import stream_report as report
 import torch
-from stream_arms import GARBAGE, RESIDENT, STREAMED, Resident, Streamed, canonical, with_adapters
+from stream_arms import AUTO, GARBAGE, RESIDENT, STREAMED, Resident, Streamed, canonical, with_adapters
 from stream_store import SHAPES, write_store
-from visit_profile import no_collector
+from stream_times import quiet_host, time_arms
 
 import nybble
 from nybble.gate.training.telemetry import Samples
-from nybble.gate.training.timing import saving
 
 MIB = 1 << 20
 
@@ -55,9 +55,12 @@ class Case:
         self.lengths = [int(length) for length in lengths.split(",")]
         self.device = torch.device(options.device)
         self.cuda = self.device.type == "cuda"
-        self.arms = options.arms or [*RESIDENT, *STREAMED, *peer.ARMS]
+        self.arms = list(options.arms or [*RESIDENT, *STREAMED, *peer.ARMS])
+        if not self.cuda and AUTO in self.arms:
+            self.arms.remove(AUTO)  # it measures the memory of a GPU
         self.models = dict.fromkeys(RESIDENT, "resident") | dict.fromkeys(peer.ARMS, "peer")
         self.record = {"shape": self.shape, "adapters": self.targets, "rows": [], "skipped": [], "stack": []}
+        self.record["savings"] = {}
         self.record["steps"] = options.steps
         if self.wanted(peer.ARMS) and (why := peer.missing()) is not None:
             self.leave_out_peer(why)
@@ -101,7 +104,7 @@ class Case:
         for tokens in self.lengths:
             self.measure_memory(self.streamed, self.wanted(STREAMED), tokens, workspaces, 0)
         self.clean()
-        before = self.allocated(), self.reserved()
+        before = held, _ = self.allocated(), self.reserved()
         self.resident = Resident(
             with_adapters(nybble.unstream(self.base_model(store)), self.options.rank, self.targets)
         )
@@ -114,6 +117,8 @@ class Case:
             except Exception as error:  # other people's code: the record does without it, and says so
                 traceback.print_exc()
                 self.leave_out_peer(f"{type(error).__name__}: {error}")
+        self.clean()
+        self.streamed.meter.others = self.allocated() - held
 
     def leave_out_peer(self, why: str) -> None:
         self.record["no_peer"] = why
@@ -129,8 +134,18 @@ class Case:
         for tokens in self.lengths:
             self.measure_memory(self.peer, self.wanted(peer.ARMS), tokens, *before)
 
-    def model_of(self, arm: str):
-        return getattr(self, self.models.get(arm, "streamed"))
+    def prepare(self, arm: str, tokens: int):
+        """The arm's model, switched to it."""
+        model = getattr(self, self.models.get(arm, "streamed"))
+        if arm == AUTO:
+            model.meter.limit_bytes = self.limit(tokens)
+        model.switch(arm)
+        return model
+
+    def limit(self, tokens: int) -> float:
+        """Bytes that AUTO may use."""
+        ends = [self.row(arm, tokens).get("peak_reserved_mib") for arm in ("streamed", "streamed_keep")]
+        return float("inf") if None in ends else MIB * sum(ends) / 2
 
     def wanted(self, arms) -> list[str]:
         return [arm for arm in arms if arm in self.arms]
@@ -167,9 +182,10 @@ class Case:
         ids = self.tokens(tokens)
         for arm in arms:
             row = self.row(arm, tokens)
-            model.switch(arm)
+            self.prepare(arm, tokens)
             try:
-                model.step(ids)
+                for _ in range(2 if arm == AUTO else 1):  # it measures one step and keeps from the next on
+                    model.step(ids)
                 self.clean()
                 nybble.reset_path_counters()
                 copied = model.copied_bytes()
@@ -182,6 +198,8 @@ class Case:
                 continue
             finally:
                 row["paths"] = {p: c for p, c in nybble.path_counters().items() if any(c.values())}
+            if arm == AUTO:
+                row.update(limit_mib=self.limit(tokens) / MIB, layers_that_keep=model.auto.now.keeps)
             if self.cuda:
                 row["peak_allocated_mib"] = (torch.cuda.max_memory_allocated() - allocated_before) / MIB
                 row["peak_reserved_mib"] = (torch.cuda.max_memory_reserved() - reserved_before) / MIB
@@ -193,15 +211,13 @@ class Case:
         ids = self.tokens(self.lengths[0])
         torch.use_deterministic_algorithms(True, warn_only=True)
         gradients = {}
-        plan = [(self.resident, "resident", "resident"), (self.resident, "resident", "again")]
-        plan += [
-            (self.streamed, arm, arm) for arm in ("streamed", "streamed_reentrant", "streamed_keep", "streamed_dequant")
-        ]
-        plan += [(self.peer, arm, arm) for arm in self.wanted(peer.ARMS)]
+        plan = [("resident", "resident"), ("resident", "again")]
+        plan += [(arm, arm) for arm in ("streamed", "streamed_reentrant", "streamed_keep", "streamed_dequant")]
+        plan += [(arm, arm) for arm in self.wanted([AUTO, *peer.ARMS])]
         names = [name for name, p in self.resident.model.named_parameters() if p.requires_grad]
-        for model, arm, label in plan:
+        for arm, label in plan:
+            model = self.prepare(arm, self.lengths[0])
             self.load_adapters(model)
-            model.switch(arm)
             model.optimiser.zero_grad(set_to_none=True)
             loss = model.gradients(ids)
             own = {canonical(name): p for name, p in model.model.named_parameters()}
@@ -231,60 +247,6 @@ class Case:
         for name, parameter in now.items():
             parameter.data.copy_(self._adapters[name])
 
-    def time_arms(self, tokens: int, save) -> None:
-        """Every arm has run at this length before, for its memory."""
-        ids = self.tokens(tokens)
-        arms = [arm for arm in self.arms if not self.row(arm, tokens).get("out_of_memory")]
-        steps = self.options.steps
-        times = {arm: [] for arm in arms}
-        for _ in range(self.options.rounds):
-            random.shuffle(arms)
-            for arm in arms:
-                model = self.model_of(arm)
-                model.switch(arm)
-                for group in model.optimiser.param_groups:
-                    group["lr"] = 0.0 if arm in GARBAGE else 1e-4
-                gc.collect()
-                self.sync()
-                began, start = time.time(), time.perf_counter()
-                for _ in range(steps):
-                    loss = model.step(ids)
-                enqueued = (time.perf_counter() - start) / steps
-                self.sync()
-                took = (time.perf_counter() - start) / steps
-                times[arm].append((took, enqueued, began, time.time(), loss.item()))
-                self.row(arm, tokens)["gradient_norm"] = model.gradient_norm()
-            for arm in arms:
-                self.finish_row(arm, tokens, times[arm], statistics.median(t[0] for t in times["resident"]))
-            self.compare_times(tokens, {arm: [t[0] for t in times[arm]] for arm in arms})
-            save()
-        self.say(f"{tokens} tokens: " + report.times_line([self.row(arm, tokens) for arm in arms]))
-
-    def compare_times(self, tokens: int, times: dict[str, list[float]]) -> None:
-        """Streamed / another arm: above 1, streaming with our multiply is the slower one."""
-        row = self.row("streamed", tokens)
-        for key, other in (("ratio_dequant", "streamed_dequant"), ("ratio_peer", "peer")):
-            if "streamed" in times and other in times:
-                found = saving(times[other], times["streamed"])
-                row[key] = [1 - found.middle, 1 - found.high, 1 - found.low]
-
-    def finish_row(self, arm: str, tokens: int, rounds: list[tuple], resident: float) -> None:
-        row, times = self.row(arm, tokens), [seconds for seconds, *_ in rounds]
-        seconds = statistics.median(times)
-        row.update(
-            step_ms=1e3 * seconds,
-            host_ms=1e3 * statistics.median(enqueued for _, enqueued, *_ in rounds),
-            tok_s=tokens / seconds,
-            spread=(max(times) - min(times)) / seconds,
-            rounds_ms=[1e3 * t for t in times],
-            ratio_resident=resident / seconds,
-            loss_first=rounds[0][-1],
-            loss_last=rounds[-1][-1],
-            **self.samples.during([(began, ended) for _, _, began, ended, _ in rounds]),
-        )
-        if self.record["h2d_gb_s"] and row.get("copied_bytes"):
-            row["ratio_link"] = row["copied_bytes"] / seconds / (self.record["h2d_gb_s"] * 1e9)
-
     def run(self, save) -> None:
         folder = pathlib.Path(tempfile.mkdtemp(dir=self.options.scratch))
         try:
@@ -303,12 +265,13 @@ class Case:
             self.record["stack"] = [limits.stack(self.streamed, n, rate, self.sync) for n in self.options.stack]
             self.say(report.stack_line(self.record["stack"]))
             save()
-        with no_collector(), torch.autograd.set_multithreading_enabled(not self.options.calling_thread):
+        with quiet_host(self.options):
             for tokens in self.lengths:
                 if time.time() - self.start > self.options.budget:
                     self.record["skipped"].append(tokens)
                     continue
-                self.time_arms(tokens, save)
+                time_arms(self, tokens, save)
+                self.say(f"{tokens} tokens: " + report.times_line([self.row(arm, tokens) for arm in self.arms]))
 
 
 def merged(paths: list[pathlib.Path]) -> dict:
@@ -332,7 +295,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."))
     parser.add_argument("--cases", nargs="+", default=["32b:qv:128,512", "8b:all:512,1024,2048,8192"])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="of a length, at least")
+    parser.add_argument("--length-seconds", type=float, default=0, help="a length gets more rounds until then")
+    parser.add_argument("--pin", action="store_true", help="the calling thread to one core")
     parser.add_argument("--steps", type=int, default=1, help="of a round, without waiting in between")
     parser.add_argument("--calling-thread", action="store_true", help="backward on it, not on autograd's own")
     parser.add_argument("--rank", type=int, default=16)

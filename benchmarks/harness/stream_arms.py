@@ -4,12 +4,15 @@ Every arm takes the same LoRA training step: forward, loss, backward, AdamW on t
 without autocast, whose casts would cost the host more than the streaming does.
 """
 
+import math
+
 import peft
 import torch
 
 import nybble
 from nybble.quant_state import mode_code
 from nybble.streaming import modules
+from nybble.streaming.activations import AutoKeep, CudaMeter, watch
 
 TARGETS = {
     "all": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
@@ -17,7 +20,8 @@ TARGETS = {
 }
 MODE_FIELD = 6  # of StreamedWeight.spec
 RESIDENT = ("resident_bnb", "resident")
-STREAMED = ("streamed", "streamed_dequant", "streamed_keep", "no_copies", "no_copies_keep", "no_decode")
+AUTO = "streamed_auto"
+STREAMED = ("streamed", "streamed_dequant", "streamed_keep", AUTO, "no_copies", "no_copies_keep", "no_decode")
 # Multiply with whatever the slots hold, or with one dense weight: only times mean something.
 GARBAGE = ("no_copies", "no_copies_keep", "no_decode")
 
@@ -90,9 +94,46 @@ class Resident(Arms):
             nybble.unpatch(base)
 
 
+class ShareMeter(CudaMeter):
+    """What one of several models in a process uses, under a limit of its own. others, limit_bytes: set from outside."""
+
+    others = 0  # bytes that the other models hold
+    limit_bytes = math.inf
+
+    def allocated(self) -> int:
+        return super().allocated() - self.others
+
+    def limit(self) -> float:
+        return min(super().limit() - self.others, self.limit_bytes)
+
+
+class AutoByLength:
+    """activations="auto" with one measured step for each length, as lengths take turns here."""
+
+    def __init__(self, visits, meter):
+        self.visits, self.meter = visits, meter
+        self.autos: dict[int, AutoKeep] = {}
+        self.now: AutoKeep | None = None
+
+    def forward_begins(self, tokens: int) -> None:
+        if tokens not in self.autos:
+            self.autos[tokens] = AutoKeep(self.visits, self.meter)
+        self.now = self.autos[tokens]
+        self.now.forward_begins(tokens)
+
+    def recomputation_begins(self, layer: int) -> None:
+        self.now.recomputation_begins(layer)
+
+    def recomputation_ends(self, layer: int) -> None:
+        self.now.recomputation_ends(layer)
+
+
 class Streamed(Arms):
     def __init__(self, model):
         super().__init__(model)
+        self.meter = ShareMeter(self.device)
+        self.auto: AutoByLength | None = None
+        self.unwatch = lambda: None
         self.streamed = model.get_base_model()._nybble_streamed
         self.fetcher = self.streamed.visits[0].fetcher
         self.weights = [weight for row in self.streamed.weights for weight in row]
@@ -109,10 +150,17 @@ class Streamed(Arms):
             self.dense[shape] = (0.02 * torch.randn(n, k, device=x.device)).to(x.dtype)
         return torch.nn.functional.linear(x, self.dense[shape], bias)
 
+    def watch_auto(self):
+        if self.auto is None:
+            self.auto = AutoByLength(self.streamed.visits, self.meter)
+        return watch(self.model.get_base_model().base_model, self.streamed.visits, self.auto)
+
     def switch(self, arm: str) -> None:
         without = arm.startswith("no_copies")
         keep, mode = arm.endswith("_keep"), "dequant" if arm == "streamed_dequant" else "auto"
         self.checkpoint(not keep, reentrant=arm == "streamed_reentrant")
+        self.unwatch()
+        self.unwatch = self.watch_auto() if arm == AUTO else lambda: None
         for visit in self.streamed.visits:
             visit.keep = keep
         for weight, uid in zip(self.weights, self.uids, strict=True):

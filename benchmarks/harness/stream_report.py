@@ -1,5 +1,7 @@
 """What the record of h200_stream.py says: its table, and what in it makes it worthless."""
 
+from nybble.gate.training.timing import LEAST_PAIRS
+
 MIB = 1 << 20
 SAVINGS = (
     ("no_decode", "streamed_dequant", "dequantisation's share of the dequantise arm"),
@@ -9,6 +11,11 @@ SAVINGS = (
     ("no_copies_keep", "no_copies", "keep takes off without copies"),
     ("peer_nybble", "peer", "our multiply takes off soup-cli's step"),
 )
+RATIOS = {"ratio_dequant": "the dequantise arm", "ratio_peer": "soup-cli"}
+# What the targets say: streamed's time by the other's, or 1 in the interval; what keep takes off, by length.
+SLOWER, KEEP_SAVES = 1.01, 0.2
+KEEP_TARGETS = {512: "keep takes off without copies", 8192: "keep takes off"}
+MAX_WIDTH = 0.1
 COLUMNS = (
     "rounds",
     "host_ms",
@@ -19,6 +26,7 @@ COLUMNS = (
     "peak_allocated_mib",
     "peak_reserved_mib",
     "spread",
+    "quartiles",
     "clock_mhz",
     "power_w",
     "memory_controller_percent",
@@ -30,6 +38,7 @@ FORMATS = {
     "ratio_resident": ".3f",
     "ratio_link": ".3f",
     "spread": ".3f",
+    "quartiles": ".3f",
 }
 MAX_SPREAD = 0.05
 OWN_NUMERICS = ("streamed_dequant", "peer", "peer_nybble")  # reported, but not held to the resident model's bits
@@ -126,7 +135,10 @@ def markdown(record: dict) -> str:
     for case in record["cases"]:
         lines += ["", *case_lines(case)]
     closing = [f"* Fault: {text}." for text in faults(record)]
-    closing.append("\n`!`: rounds spread over 5%, no verdict. Garbage arms compute nonsense: only their time is meant.")
+    closing.append(
+        "\n`!`: rounds spread over 5%; then only the pairs of one round, whose intervals are given, say something. "
+        "Garbage arms compute nonsense: only their time is meant."
+    )
     return "\n".join([*lines, "", *closing]) + "\n"
 
 
@@ -158,7 +170,31 @@ def case_lines(case: dict) -> list[str]:
         lines.append(f"| {row['tokens']} | {name} | " + " | ".join(cells) + " |")
     stack = [f"* {stack_line(case['stack'])}"] if case["stack"] else []
     peer = [f"* soup-cli's arms did not run: {case['no_peer']}."] if "no_peer" in case else []
-    return [*lines, "", *stack, *peaks(case), *times(case), *peer]
+    return [*lines, "", *stack, *peaks(case), *times(case), *verdicts(case), *peer]
+
+
+def judge(name: str, at: str, found: list[float], limit: float, holds: bool) -> str:
+    """An interval wider than MAX_WIDTH with the limit in it says nothing."""
+    middle, low, high = found
+    vague = low < limit < high and high - low > MAX_WIDTH
+    word = "no verdict, the interval is too wide" if vague else "holds" if holds else "MISSED"
+    return f"* {name}, {at}: {middle:.3f} ({low:.3f} .. {high:.3f}), {word}."
+
+
+def verdicts(case: dict) -> list[str]:
+    """The targets that pairs of one round decide."""
+    lines = []
+    for tokens in lengths(case):
+        row, at = find(case, "streamed", tokens), f"{tokens} tokens"
+        for key, name in RATIOS.items():
+            if key in row and len(row["rounds_ms"]) >= LEAST_PAIRS:
+                middle, low, high = row[key]
+                lines.append(judge(f"Not slower than {name}", at, row[key], 1, middle <= SLOWER or low <= 1 <= high))
+        keep = case.get("savings", {}).get(str(tokens), {}).get(KEEP_TARGETS.get(tokens))
+        if keep is not None:
+            name = f"{KEEP_TARGETS[tokens].capitalize()} 20% or more"
+            lines.append(judge(name, at, keep, KEEP_SAVES, keep[0] >= KEEP_SAVES))
+    return lines
 
 
 def times(case: dict) -> list[str]:
@@ -168,12 +204,14 @@ def times(case: dict) -> list[str]:
         row = find(case, "streamed", tokens)
         found = [
             f"{row[key][0]:.3f} ({row[key][1]:.3f} .. {row[key][2]:.3f}) of the time of {name}"
-            for key, name in (("ratio_dequant", "the dequantise arm"), ("ratio_peer", "soup-cli"))
+            for key, name in RATIOS.items()
             if key in row
         ]
         for less, more, text in SAVINGS:
             pair = [find(case, arm, tokens) for arm in (less, more)]
-            if all("step_ms" in row for row in pair):
+            if (saved := case.get("savings", {}).get(str(tokens), {}).get(text)) is not None:
+                found.append("{} {:+.1%} ({:+.1%} .. {:+.1%})".format(text, *saved))
+            elif all("step_ms" in row for row in pair):
                 mark = "!" if max(row["spread"] for row in pair) > MAX_SPREAD else ""
                 found.append(f"{text} {1 - pair[0]['step_ms'] / pair[1]['step_ms']:+.1%}{mark}")
         if found:
@@ -194,4 +232,10 @@ def peaks(case: dict) -> list[str]:
             f"* {tokens} tokens: streamed peak {ours:.0f} MiB, resident - base + slots {predicted:.0f} MiB "
             f"({ours - predicted:+.0f}); the dequantise arm {dequant - ours:+.0f} MiB ({layers:+.2f} layers)."
         )
+        auto = find(case, "streamed_auto", tokens)
+        if "layers_that_keep" in auto and "peak_reserved_mib" in auto:
+            lines.append(
+                f"* {tokens} tokens, auto under a limit of {auto['limit_mib']:.0f} MiB: {auto['layers_that_keep']} of "
+                f"{case['memory']['layers']} layers keep, {auto['peak_reserved_mib']:.0f} MiB reserved."
+            )
     return lines

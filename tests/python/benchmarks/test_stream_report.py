@@ -56,7 +56,9 @@ def test_a_sound_record_has_no_fault_and_says_what_it_found():
     record = sound()
     assert report.faults(record) == []
     text = report.markdown(record)
-    assert "| 512 | streamed | 3 | 50.0 | 100.0 | 5120 | 0.990 | 0.500 | 1725 | 6000 | 0.020 | 1980 | - | - |" in text
+    assert (
+        "| 512 | streamed | 3 | 50.0 | 100.0 | 5120 | 0.990 | 0.500 | 1725 | 6000 | 0.020 | - | 1980 | - | - |" in text
+    )
     assert "resident - base + slots 1700 MiB (+25); the dequantise arm +110 MiB (+1.00 layers)" in text
     assert "0.980 of the link" in text and "!" not in text.split("`!`")[0]
 
@@ -71,6 +73,45 @@ def test_what_each_ablation_takes_off_and_the_ratios_with_their_intervals():
     assert "512 tokens, streamed: 0.800 (0.700 .. 0.900) of the time of soup-cli" in text
     assert "dequantisation's share of the dequantise arm +40.0%" in text and "keep takes off +25.0%" in text
     assert "8192 tokens, streamed" not in text
+
+
+VERDICTS = {
+    "faster": ([0.9, 0.88, 0.92], "holds"),
+    "surely slower": ([1.05, 1.03, 1.07], "MISSED"),
+    "slower, may be equal": ([1.02, 0.99, 1.04], "holds"),
+    "wide, yet surely faster": ([0.6, 0.5, 0.9], "holds"),
+    "too wide": ([0.95, 0.7, 1.3], "no verdict, the interval is too wide"),
+}
+
+
+@pytest.mark.parametrize("case", VERDICTS)
+def test_targets_are_judged_by_intervals(case):
+    ratio, word = VERDICTS[case]
+    record = sound()
+    record["cases"][0]["rows"][0].update(ratio_peer=ratio, rounds_ms=[100.0] * 5)
+    middle, low, high = ratio
+    text = report.markdown(record)
+    assert f"* Not slower than soup-cli, 512 tokens: {middle:.3f} ({low:.3f} .. {high:.3f}), {word}." in text
+    record["cases"][0]["rows"][0]["rounds_ms"] = [100.0] * 4
+    assert "Not slower than soup-cli" not in report.markdown(record)
+
+
+def test_what_keep_takes_off_is_judged_where_a_target_names_it():
+    record = sound()
+    record["cases"][0]["savings"] = {"512": {"keep takes off without copies": [0.19, 0.18, 0.195]}}
+    assert (
+        "* Keep takes off without copies 20% or more, 512 tokens: 0.190 (0.180 .. 0.195), MISSED."
+        in report.markdown(record)
+    )
+    record["cases"][0]["savings"] = {"8192": {"keep takes off": [0.27, 0.26, 0.28]}}
+    assert "* Keep takes off 20% or more, 8192 tokens: 0.270 (0.260 .. 0.280), holds." in report.markdown(record)
+
+
+def test_auto_says_how_many_layers_kept_under_which_limit():
+    record = sound()
+    auto = row("streamed", 512) | dict(arm="streamed_auto", limit_mib=7000.0, layers_that_keep=14)
+    record["cases"][0]["rows"].append(auto)
+    assert "auto under a limit of 7000 MiB: 14 of 32 layers keep, 6000 MiB reserved" in report.markdown(record)
 
 
 def test_a_peer_has_numerics_of_its_own_and_must_not_run_our_kernels():
