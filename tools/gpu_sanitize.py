@@ -1,4 +1,4 @@
-"""compute-sanitizer over small random multiplies on every fused path, and over the codec's GPU tests.
+"""compute-sanitizer over small random multiplies by every fused kernel, and over the codec's GPU tests.
 
     python tools/gpu_sanitize.py BUILD_DIR LOG_DIR [--faults LINEAR_STRESS_OF_A_FAULT_BUILD] [--json FILE]
 
@@ -21,7 +21,7 @@ SMALL = "--streams 1 --batch 6 --size 0.03 --hang-seconds 300"
 # The test's own float64 loops are slow under instrumentation.
 SKIP_REFERENCE = "--kernel-name-exclude kernel_substring=check_outputs"
 CODEC = "CudaCodec.Dequant*:CudaCodec.Wrong*:CudaGolden.*"
-NOT_HOPPER = "--paths row,portable,small_m"
+NOT_HOPPER = "--kernels row,portable,small_m,strips"
 MEETS = "warps wait at one barrier from two places of the code: PTX counts warps, not places; see barrier_probe"
 # (check, pattern of a place) -> why it is no fault. Everything else that a tool reports is a failure.
 EXPLAINED = {
@@ -53,24 +53,24 @@ def checks(build, faults, part):
         "initcheck": ("--tool initcheck", f"{stress} --cases {cases(120)} --seed 12 --poison 0 {NOT_HOPPER}", "clean"),
         "initcheck_hopper": (
             f"--tool initcheck {SKIP_REFERENCE}",
-            f"{stress} --cases {cases(120)} --seed 13 --poison 0 --paths hopper",
+            f"{stress} --cases {cases(120)} --seed 13 --poison 0 --kernels hopper,hopper_rows",
             "clean",
         ),
         "racecheck": (f"--tool racecheck {SKIP_REFERENCE}", f"{stress} --cases {cases(90)} --seed 14", "clean"),
         "synccheck": (
             f"--tool synccheck {SKIP_REFERENCE}",
-            f"{stress} --cases {cases(240)} --seed 15 --paths hopper,row",
+            f"{stress} --cases {cases(240)} --seed 15 --kernels hopper,hopper_rows,strips,row",
             "clean",
         ),
         "synccheck_portable": (
             f"--tool synccheck {SKIP_REFERENCE}",
-            f"{stress} --cases 6 --seed 18 --paths portable",
+            f"{stress} --cases 6 --seed 18 --kernels portable",
             "stopped",
         ),
         "barrier_probe": ("--tool synccheck", f"{build}/tests/cpp/stress/barrier_probe", "findings"),
         "synccheck_small_m": (
             f"--tool synccheck {SKIP_REFERENCE}",
-            f"{stress} --cases 6 --seed 16 --paths small_m",
+            f"{stress} --cases 6 --seed 16 --kernels small_m",
             "stopped",
         ),
     }
@@ -78,9 +78,15 @@ def checks(build, faults, part):
         planted = f"{faults} {SMALL}"
         found["racecheck_control"] = (
             f"--tool racecheck {SKIP_REFERENCE}",
-            f"{planted} --cases 6 --seed 17 --paths portable --fault copy_not_awaited",
+            f"{planted} --cases 6 --seed 17 --kernels portable --fault copy_not_awaited",
             "findings",
         )
+        for fault in ("copy_not_awaited", "sums_not_awaited"):
+            found[f"racecheck_{fault}"] = (
+                f"--tool racecheck {SKIP_REFERENCE}",
+                f"{planted} --cases 6 --seed 19 --kernels strips --fault {fault}",
+                "findings",
+            )
         found["racecheck_barrier"] = (
             f"--tool racecheck {SKIP_REFERENCE}",
             f"{planted} --cases {cases(90)} --seed 14 --fault segment_barrier",

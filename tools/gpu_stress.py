@@ -3,7 +3,7 @@
     python tools/gpu_stress.py linear_stress [--faults linear_stress_of_a_fault_build] [--cases 10000] [--json FILE]
 
 The first program is the product's (NYBBLE_FAULT_SWITCHES off). The second comes from a build with the switches on; it
-runs once without a fault, with delays, and must be right; then once for every fault and path that the fault can
+runs once without a fault, with delays, and must be right; then once for every fault and the kernels that it can
 concern, several at a time. A fault is caught by a wrong output, a hang or a CUDA error within --limit seconds; delays
 change until it is.
 Exit code 1 when the product or the build without a fault is wrong, or a fault is not caught.
@@ -17,19 +17,20 @@ import subprocess
 import sys
 import time
 
-ALL_PATHS = "hopper,small_m,portable,row"
-# What each fault can concern. small_m, portable and row have no clusters; portable and row no TMA; row no flags.
+ALL_KERNELS = "hopper,hopper_rows,small_m,strips,portable,row"
+# What each fault can concern.
 FAULTS = {
-    "no_proxy_fence": ("hopper", "small_m"),
-    "released_unread": ("hopper",),
-    "released_early": ("hopper", "small_m"),
-    "wrong_parity": ("hopper", "small_m"),
-    "peer_not_awaited": ("hopper",),
-    "flag_not_reset": ("hopper", "small_m", "portable"),
-    "flag_not_cleared": ("hopper",),
-    "no_grid_wait": ("hopper", "small_m"),
-    "copy_not_awaited": ("hopper", "small_m", "portable"),
-    "arrival_order": ("hopper", "small_m"),
+    "no_proxy_fence": ("hopper", "hopper_rows", "small_m"),
+    "released_unread": ("hopper", "hopper_rows"),
+    "released_early": ("hopper", "hopper_rows", "small_m", "strips"),
+    "wrong_parity": ("hopper", "hopper_rows", "small_m"),
+    "peer_not_awaited": ("hopper", "hopper_rows"),
+    "flag_not_reset": ("hopper", "hopper_rows", "portable"),
+    "flag_not_cleared": ("hopper", "hopper_rows"),
+    "no_grid_wait": ("hopper", "hopper_rows", "small_m", "strips"),
+    "copy_not_awaited": ("hopper", "hopper_rows", "strips", "portable"),
+    "sums_not_awaited": ("small_m", "strips"),
+    "arrival_order": ("hopper", "hopper_rows", "small_m", "strips"),
 }
 # One visit in `odds` of a place sleeps up to `ns`; 0: none.
 DELAYS = ((40, 3000), (0, 1), (400, 30000), (7, 500), (15, 8000))
@@ -61,19 +62,18 @@ def verdict_line(text):
     return lines[0] if lines else last_line(text)
 
 
-def hunt(binary, fault, path, limit):
-    """One cell of the table: what caught the fault on this path, after how many seconds, with which delays."""
-    start = time.time()
-    share = limit / len(DELAYS)
+def hunt(binary, fault, kernels, limit):
+    """One cell of the table: what caught the fault in these kernels, after how many seconds, with which delays."""
+    start, share = time.time(), limit / len(DELAYS)
+    cell = dict(fault=fault, kernels=kernels, caught=None, ok=False)
     for number, (odds, ns) in enumerate(DELAYS):
         options = {"delay-odds": odds, "delay-ns": ns, "hang-seconds": 4, "seconds": share, "cases": 10**9}
-        code, _, text = run(binary, share + 20, paths=path, fault=fault, seed=number + 1, **options)
+        code, _, text = run(binary, share + 20, kernels=kernels, fault=fault, seed=number + 1, **options)
+        cell |= dict(seconds=time.time() - start, text=verdict_line(text))
         if code != 0:
-            caught = CAUGHT.get(code, f"exit {code}")
-            return dict(fault=fault, path=path, caught=caught, ok=code in CAUGHT, seconds=time.time() - start) | dict(
-                delay_odds=odds, delay_ns=ns, text=verdict_line(text)
-            )
-    return dict(fault=fault, path=path, caught=None, ok=False, seconds=time.time() - start, text=verdict_line(text))
+            caught = dict(caught=CAUGHT.get(code, f"exit {code}"), ok=code in CAUGHT)
+            return cell | caught | dict(delay_odds=odds, delay_ns=ns)
+    return cell
 
 
 def green(title, binary, limit, **options):
@@ -89,8 +89,9 @@ def main():
     parser.add_argument("product", type=pathlib.Path)
     parser.add_argument("--faults", type=pathlib.Path, help="the program of a build with NYBBLE_FAULT_SWITCHES=ON")
     parser.add_argument("--cases", type=int, default=10000)
-    parser.add_argument("--paths", default=ALL_PATHS)
-    parser.add_argument("--limit", type=float, default=60, help="seconds for one fault on one path")
+    parser.add_argument("--kernels", default=ALL_KERNELS)
+    parser.add_argument("--only", help="faults to plant, comma separated; by default all")
+    parser.add_argument("--limit", type=float, default=60, help="seconds for one fault in one family of kernels")
     parser.add_argument("--jobs", type=int, default=5, help="fault programs at a time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=pathlib.Path)
@@ -98,19 +99,22 @@ def main():
     if has_switches(arguments.product) or (arguments.faults and not has_switches(arguments.faults)):
         print("the product has fault switches in it, or the fault build has none")
         return 1
-    common = dict(paths=arguments.paths, cases=arguments.cases, seed=arguments.seed)
+    common = dict(kernels=arguments.kernels, cases=arguments.cases, seed=arguments.seed)
     record = {"green": [green("product", arguments.product, 300, **common)], "faults": []}
     if arguments.faults:
         delays = {"delay-odds": DELAYS[0][0], "delay-ns": DELAYS[0][1]}
         record["green"].append(green("no fault, delays", arguments.faults, 300, **common, **delays))
-        cells = [(fault, path) for fault, paths in FAULTS.items() for path in paths if path in arguments.paths]
+        wanted, only = arguments.kernels.split(","), arguments.only.split(",") if arguments.only else FAULTS
+        cells = [(fault, kernels) for fault in only for kernels in FAULTS[fault] if kernels in wanted]
         with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
             results = list(pool.map(lambda cell: hunt(arguments.faults, *cell, arguments.limit), cells))
         record["faults"] = results
-        print(f"{'fault':17s} {'path':9s} {'caught by':13s} {'s':>5s}  delays (one in, ns)")
+        print(f"{'fault':17s} {'kernels':11s} {'caught by':13s} {'s':>5s}  delays (one in, ns)")
         for r in results:
             delays = f"{r['delay_odds']}, {r['delay_ns']}" if "delay_odds" in r else ""
-            print(f"{r['fault']:17s} {r['path']:9s} {r['caught'] or 'NOT CAUGHT':13s} {r['seconds']:5.1f}  {delays}")
+            print(
+                f"{r['fault']:17s} {r['kernels']:11s} {r['caught'] or 'NOT CAUGHT':13s} {r['seconds']:5.1f}  {delays}"
+            )
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0 if all(row["ok"] for row in record["green"] + record["faults"]) else 1

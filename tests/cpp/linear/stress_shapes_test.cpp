@@ -17,14 +17,28 @@ namespace {
 
 DeviceModel h200() { return {"NVIDIA H200", 90, 132, int64_t{50} << 20, 232448}; }
 
-constexpr LinearPath kPaths[] = {LinearPath::kHopper, LinearPath::kSmallM, LinearPath::kPortable, LinearPath::kRow};
+LinearPath path_of(Kernels kernels) {
+  switch (kernels) {
+    case Kernels::kHopper:
+    case Kernels::kHopperRows:
+      return LinearPath::kHopper;
+    case Kernels::kSmallM:
+    case Kernels::kStrips:
+      return LinearPath::kSmallM;
+    case Kernels::kPortable:
+      return LinearPath::kPortable;
+    case Kernels::kRow:
+      return LinearPath::kRow;
+  }
+  return LinearPath::kNone;
+}
 
 std::string refusal(const Case& c) {
   switch (c.plan.path) {
     case LinearPath::kHopper:
       return supports_hopper(c.problem, h200());
     case LinearPath::kSmallM:
-      return supports_strip(c.problem, h200()).empty() ? "" : supports_small_m(c.problem, h200());
+      return c.plan.variant == kSmallMStrip ? supports_strip(c.problem, h200()) : supports_small_m_tiles(c.problem, h200());
     case LinearPath::kPortable:
       return supports_portable(c.problem, h200());
     default:
@@ -32,11 +46,11 @@ std::string refusal(const Case& c) {
   }
 }
 
-TEST(StressShapes, EveryCaseIsTakenByItsPathAndStaysInsideThePools) {
-  for (const LinearPath path : kPaths) {
+TEST(StressShapes, EveryCaseIsTakenByItsKernelsAndStaysInsideThePools) {
+  for (const Kernels kernels : kAllKernels) {
     for (uint64_t seed = 0; seed < 500; seed++) {
-      const Case c = draw_case(seed, path, h200(), 1.0);
-      ASSERT_EQ(c.plan.path, path) << to_string(c);
+      const Case c = draw_case(seed, kernels, h200(), 1.0);
+      ASSERT_EQ(c.plan.path, path_of(kernels)) << to_string(c);
       ASSERT_EQ(refusal(c), "") << to_string(c);
       ASSERT_LE(c.problem.n * c.problem.k, kMaxWeights) << to_string(c);
       ASSERT_LE(c.problem.m * std::max(c.in_row_stride, c.reduction()), kMaxActivations) << to_string(c);
@@ -54,8 +68,8 @@ TEST(StressShapes, EveryCaseIsTakenByItsPathAndStaysInsideThePools) {
 TEST(StressShapes, OneSeedGivesOneCase) {
   std::set<std::string> texts;
   for (uint64_t seed = 0; seed < 100; seed++) {
-    const std::string text = to_string(draw_case(seed, LinearPath::kPortable, h200(), 1.0));
-    EXPECT_EQ(text, to_string(draw_case(seed, LinearPath::kPortable, h200(), 1.0)));
+    const std::string text = to_string(draw_case(seed, Kernels::kPortable, h200(), 1.0));
+    EXPECT_EQ(text, to_string(draw_case(seed, Kernels::kPortable, h200(), 1.0)));
     texts.insert(text);
   }
   EXPECT_EQ(texts.size(), 100u);
@@ -63,31 +77,33 @@ TEST(StressShapes, OneSeedGivesOneCase) {
 
 TEST(StressShapes, EveryVariantComesUpInBothDirections) {
   const struct {
-    LinearPath path;
+    Kernels kernels;
     int variants, cases;
-  } rows[] = {{LinearPath::kHopper, kHopperVariants - kHopperRowTiles * kHopperSchedules, 6000},  // those have one way of the scales
-              {LinearPath::kSmallM, kSmallMVariants, 500},
-              {LinearPath::kPortable, 5, 500},
-              {LinearPath::kRow, 4, 500}};
+  } rows[] = {{Kernels::kHopper, (kHopperTiles - kHopperRowTiles) * kHopperSchedules * kHopperScales, 3000},
+              {Kernels::kHopperRows, kHopperRowTiles * kHopperSchedules, 2000},  // one way of the scales
+              {Kernels::kSmallM, kSmallMSizes, 500},
+              {Kernels::kStrips, 1, 100},
+              {Kernels::kPortable, 5, 500},
+              {Kernels::kRow, 4, 500}};
   for (const auto& row : rows) {
     std::set<std::pair<int, Direction>> seen;
     bool partial_sums = false;
     for (int seed = 0; seed < row.cases; seed++) {
-      const Case c = draw_case(static_cast<uint64_t>(seed), row.path, h200(), 1.0);
+      const Case c = draw_case(static_cast<uint64_t>(seed), row.kernels, h200(), 1.0);
       seen.insert({c.plan.variant, c.problem.direction});
       partial_sums = partial_sums || c.plan.workspace_bytes > 0;
     }
-    EXPECT_EQ(seen.size(), static_cast<size_t>(2 * row.variants)) << name(row.path);
-    EXPECT_TRUE(partial_sums) << name(row.path);
+    EXPECT_EQ(seen.size(), static_cast<size_t>(2 * row.variants)) << name(row.kernels);
+    EXPECT_TRUE(partial_sums) << name(row.kernels);
   }
 }
 
-TEST(StressShapes, APathThatTheCardLacksIsAnErrorWithTheReason) {
+TEST(StressShapes, KernelsThatTheCardLacksAreAnErrorWithTheReason) {
   DeviceModel ampere{"A card", 86, 28, 4 << 20, 101376};
   EXPECT_THROW(
       {
         try {
-          draw_case(1, LinearPath::kHopper, ampere, 1.0);
+          draw_case(1, Kernels::kHopper, ampere, 1.0);
         } catch (const Error& error) {
           EXPECT_NE(std::string(error.what()).find("compute capability 9.0"), std::string::npos);
           throw;

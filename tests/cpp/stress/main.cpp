@@ -1,7 +1,7 @@
-// linear_stress: random multiplies on every fused path, on several streams, each output compared with float64. In a build with fault
+// linear_stress: random multiplies by every fused kernel, on several streams, each output compared with float64. In a build with fault
 // switches it also plants a fault and delays (device/fault.h), which must end it with code 1 or 3.
 //
-//   linear_stress [--paths hopper,small_m,portable,row] [--cases N] [--streams N] [--size F] [--seed N] [--seconds S] [--hang-seconds S]
+//   linear_stress [--kernels hopper,hopper_rows,...] [--cases N] [--streams N] [--size F] [--seed N] [--seconds S] [--hang-seconds S]
 //                 [--batch N] [--poison 0|1] [--fault NAME[,NAME]] [--delay-odds N] [--delay-ns N]
 //
 // Exit: 0 all right, 1 a wrong output, 2 usage or no GPU, 3 a stream hung, 4 a CUDA error.
@@ -31,13 +31,6 @@ std::vector<std::string> split(const std::string& text) {
   return parts;
 }
 
-LinearPath path_named(const std::string& text) {
-  for (const LinearPath path : {LinearPath::kHopper, LinearPath::kSmallM, LinearPath::kPortable, LinearPath::kRow}) {
-    if (text == name(path)) return path;
-  }
-  fail(ErrorKind::kValue, "path ", text, ", expected hopper, small_m, portable or row");
-}
-
 struct Plant {
   std::vector<std::string> faults;
   unsigned delay_odds = 0, delay_ns = 1;
@@ -61,13 +54,13 @@ void plant(const Plant& wanted) {
 }
 
 void read_arguments(int argc, char** argv, Options& o, Plant& p) {
-  std::string paths = "hopper,small_m,portable,row";
+  std::string kernels;
   for (int i = 1; i < argc; i += 2) {
     const std::string key = argv[i];
     if (i + 1 == argc) fail(ErrorKind::kValue, key, " without a value");
     const char* value = argv[i + 1];
-    if (key == "--paths")
-      paths = value;
+    if (key == "--kernels")
+      kernels = value;
     else if (key == "--cases")
       o.cases = std::atoll(value);
     else if (key == "--streams")
@@ -93,8 +86,9 @@ void read_arguments(int argc, char** argv, Options& o, Plant& p) {
     else
       fail(ErrorKind::kValue, "unknown option ", key, "; the head of tests/cpp/stress/main.cpp lists them");
   }
-  for (const std::string& path : split(paths)) o.paths.push_back(path_named(path));
-  if (o.paths.empty() || o.streams < 1 || o.batch < 1) fail(ErrorKind::kValue, "no paths, streams or batch");
+  for (const std::string& text : split(kernels)) o.kernels.push_back(kernels_named(text));
+  if (kernels.empty()) o.kernels.assign(std::begin(kAllKernels), std::end(kAllKernels));
+  if (o.kernels.empty() || o.streams < 1 || o.batch < 1) fail(ErrorKind::kValue, "no kernels, streams or batch");
 }
 
 using Clock = std::chrono::steady_clock;

@@ -33,31 +33,27 @@ void draw_format(Random& random, LinearProblem& p) {
   p.m = near_multiple(random, random.log_in(1, 1200), 64);
 }
 
-void draw_shape(Random& random, LinearPath path, LinearProblem& p) {
+void draw_shape(Random& random, Kernels kernels, LinearProblem& p) {
   p.block_size = 64;
-  switch (path) {
-    case LinearPath::kHopper:
+  switch (kernels) {
+    case Kernels::kHopper:
+    case Kernels::kHopperRows:
       p.block_size = random.one_in(2) ? 64 : 64 << random.in(0, 3);
       if (p.nested && random.one_in(6)) p.nested_dtype = random.one_in(2) ? DType::kFloat16 : DType::kBFloat16;
       p.n = 8 * random.log_in(1, 700);
       p.k = p.block_size * std::max<int64_t>(1, random.log_in(64, 8192) / p.block_size);
       break;
-    case LinearPath::kSmallM:
+    case Kernels::kSmallM:
       p.m = std::min<int64_t>(near_multiple(random, random.log_in(1, kSmallMMaxTokens), 8), kSmallMMaxTokens);
-      if (random.one_in(3)) {  // strips
-        p.m = random.in(1, small_m::strip::kMaxTokens);
-        p.n = 16 * random.log_in(1, 400);
-        p.k = 256 * random.log_in(1, 40);
-      } else if (random.one_in(4)) {  // what only some kernels of the path take, if any
-        p.block_size = 64 << random.in(0, 2);
-        p.n = 8 * random.log_in(1, 700);
-        p.k = 64 * random.log_in(1, 96);
-      } else {
-        p.n = 256 * random.log_in(1, 24);
-        p.k = 1024 * random.in(1, 6);
-      }
+      p.n = 256 * random.log_in(1, 24);
+      p.k = 1024 * random.in(1, 6);
       break;
-    case LinearPath::kRow:
+    case Kernels::kStrips:
+      p.m = random.in(1, small_m::strip::kMaxTokens);
+      p.n = 16 * random.log_in(1, 400);
+      p.k = 256 * random.log_in(1, 40);
+      break;
+    case Kernels::kRow:
       p.m = random.in(1, kRowMaxTokens);
       p.block_size = 32 << random.in(0, 4);
       p.n = near_multiple(random, random.log_in(1, 6000), 8);
@@ -101,19 +97,21 @@ bool fits(const Case& c, double size) {
          below(p.m * p.n * p.k, kMaxProducts);
 }
 
-std::string refusal(LinearPath path, const LinearProblem& p, const DeviceModel& device) {
-  switch (path) {
-    case LinearPath::kHopper:
+std::string refusal(Kernels kernels, const LinearProblem& p, const DeviceModel& device) {
+  switch (kernels) {
+    case Kernels::kHopper:
+    case Kernels::kHopperRows:
       return supports_hopper(p, device);
-    case LinearPath::kSmallM:
-      return supports_strip(p, device).empty() ? "" : supports_small_m(p, device);
-    case LinearPath::kPortable:
+    case Kernels::kSmallM:
+      return supports_small_m_tiles(p, device);
+    case Kernels::kStrips:
+      return supports_strip(p, device);
+    case Kernels::kPortable:
       return supports_portable(p, device);
-    case LinearPath::kRow:
+    case Kernels::kRow:
       return supports_row(p, device);
-    default:
-      return "no kernel of this path";
   }
+  return "no such kernels";
 }
 
 // A plan for fewer multiprocessors gives every CTA more work, so that rings go round and CTAs meet cut tiles, on small problems too.
@@ -123,26 +121,35 @@ DeviceModel draw_device(Random& random, const DeviceModel& device) {
   return model;
 }
 
-LinearPlan draw_plan(Random& random, LinearPath path, const LinearProblem& p, const DeviceModel& device) {
-  if (path == LinearPath::kRow) return plan_row(p, device);
-  if (path == LinearPath::kSmallM) {
-    const bool tiles = supports_small_m_tiles(p, device).empty(), strips = supports_strip(p, device).empty();
-    if (strips && (!tiles || random.one_in(2))) return plan_strip(p, device);
-    if (random.one_in(2)) return plan_small_m_tiles(p, device);
-    return plan_small_m_as(p, device, static_cast<SmallMSum>(random.in(0, kSmallMSums - 1)));
-  }
-  if (path == LinearPath::kHopper) {
-    if (random.one_in(8)) return plan_hopper(p, device);
-    return plan_hopper_as(
-        p, device,
-        {static_cast<HopperTile>(random.in(0, kHopperTiles - 1)), static_cast<HopperSchedule>(random.in(0, kHopperSchedules - 1)),
-         static_cast<HopperScales>(random.in(0, kHopperScales - 1)), static_cast<int>(random.in(1, 6))});
+LinearPlan draw_plan(Random& random, Kernels kernels, const LinearProblem& p, const DeviceModel& device) {
+  if (kernels == Kernels::kRow) return plan_row(p, device);
+  if (kernels == Kernels::kStrips) return plan_strip(p, device);
+  if (kernels == Kernels::kSmallM) return plan_small_m_tiles(p, device);
+  if (kernels == Kernels::kHopper || kernels == Kernels::kHopperRows) {
+    constexpr int kTokenTiles = kHopperTiles - kHopperRowTiles;
+    const bool rows = kernels == Kernels::kHopperRows;
+    return plan_hopper_as(p, device,
+                          {static_cast<HopperTile>(rows ? random.in(kTokenTiles, kHopperTiles - 1) : random.in(0, kTokenTiles - 1)),
+                           static_cast<HopperSchedule>(random.in(0, kHopperSchedules - 1)),
+                           static_cast<HopperScales>(random.in(0, kHopperScales - 1)), static_cast<int>(random.in(1, 6))});
   }
   if (!supports_portable_fast(p, device).empty()) return plan_portable_as(kPortableGeneral, random.one_in(2), p, device);
   return plan_portable_as(static_cast<PortableVariant>(random.in(0, 4)), random.one_in(2), p, device);
 }
 
 }  // namespace
+
+const char* name(Kernels kernels) {
+  constexpr const char* kNames[] = {"hopper", "hopper_rows", "small_m", "strips", "portable", "row"};
+  return kNames[static_cast<int>(kernels)];
+}
+
+Kernels kernels_named(const std::string& text) {
+  for (const Kernels kernels : kAllKernels) {
+    if (text == name(kernels)) return kernels;
+  }
+  fail(ErrorKind::kValue, "kernels ", text, ", expected hopper, hopper_rows, small_m, strips, portable or row");
+}
 
 int64_t Random::log_in(int64_t low, int64_t high) {
   const double part = static_cast<double>(next() >> 11) * 0x1p-53;
@@ -151,24 +158,24 @@ int64_t Random::log_in(int64_t low, int64_t high) {
   return std::clamp(static_cast<int64_t>(value), low, high);
 }
 
-Case draw_case(uint64_t seed, LinearPath path, const DeviceModel& device, double size) {
+Case draw_case(uint64_t seed, Kernels kernels, const DeviceModel& device, double size) {
   Random random(seed);
   std::string reason;
   for (int attempt = 0; attempt < 1000; attempt++) {
     Case c;
     c.seed = seed;
     draw_format(random, c.problem);
-    draw_shape(random, path, c.problem);
-    place(random, path == LinearPath::kPortable && random.one_in(3), c);
+    draw_shape(random, kernels, c.problem);
+    place(random, kernels == Kernels::kPortable && random.one_in(3), c);
     if (!fits(c, size)) continue;
     const DeviceModel model = draw_device(random, device);
-    reason = refusal(path, c.problem, model);
+    reason = refusal(kernels, c.problem, model);
     if (!reason.empty()) continue;
-    c.plan = draw_plan(random, path, c.problem, model);
+    c.plan = draw_plan(random, kernels, c.problem, model);
     return c;
   }
-  fail(ErrorKind::kUnsupported, "path ", name(path), " on ", device.name,
-       " takes none of 1000 random problems, the last one because: ", reason);
+  fail(ErrorKind::kUnsupported, "kernels ", name(kernels), " on ", device.name,
+       " take none of 1000 random problems, the last one because: ", reason);
 }
 
 std::string to_string(const Case& c) {

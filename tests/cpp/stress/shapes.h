@@ -33,6 +33,13 @@ constexpr int64_t kMaxOutputs = 1 << 20;
 constexpr int64_t kMaxProducts = 600 << 20;  // m * n * k
 constexpr int64_t kPoolSlack = 1 << 20;      // elements or bytes before an operand, by its random offset
 
+// Families of kernels, each with faults of its own. Hopper: tiles of tokens; HopperRows: of row pairs. SmallM: tiles.
+enum class Kernels { kHopper, kHopperRows, kSmallM, kStrips, kPortable, kRow };
+constexpr Kernels kAllKernels[] = {Kernels::kHopper, Kernels::kHopperRows, Kernels::kSmallM,
+                                   Kernels::kStrips, Kernels::kPortable,   Kernels::kRow};
+const char* name(Kernels kernels);
+Kernels kernels_named(const std::string& text);
+
 struct Case {
   uint64_t seed = 0;
   LinearProblem problem;
@@ -45,10 +52,10 @@ struct Case {
   int64_t reduction() const { return problem.direction == Direction::kForward ? problem.k : problem.n; }
 };
 
-// A problem that `path` takes on this device or on one with fewer multiprocessors, with one of the plans that it has for it: every variant
-// and schedule comes up.
-// size: fraction of the limits above, 1 for all. Throws when the path takes none of 1,000.
-Case draw_case(uint64_t seed, LinearPath path, const DeviceModel& device, double size);
+// A problem that `kernels` take on this device or on one with fewer multiprocessors, with one of the plans that they have for it: every
+// variant and schedule comes up.
+// size: fraction of the limits above, 1 for all. Throws when they take none of 1,000.
+Case draw_case(uint64_t seed, Kernels kernels, const DeviceModel& device, double size);
 
 std::string to_string(const Case& c);
 

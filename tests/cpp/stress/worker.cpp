@@ -57,8 +57,8 @@ void Worker::draw(int count) {
   items_.clear();
   out_bytes_ = 0;
   while (static_cast<int>(items_.size()) < count) {
-    const LinearPath path = options_.paths[random_.next() % options_.paths.size()];
-    Item item{draw_case(random_.next(), path, device_, options_.size), {}, 0};
+    const Kernels kernels = options_.kernels[random_.next() % options_.kernels.size()];
+    Item item{draw_case(random_.next(), kernels, device_, options_.size), {}, 0};
     const LinearProblem& p = item.c.problem;
     item.bytes = p.m * item.c.columns() * 2;
     item.c.out_offset = out_bytes_ + kGuardBytes;

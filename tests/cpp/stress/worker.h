@@ -13,7 +13,7 @@
 namespace nybble::stress {
 
 struct Options {
-  std::vector<LinearPath> paths;
+  std::vector<Kernels> kernels;
   int64_t cases = 10000;  // of all streams
   int streams = 2;
   int batch = 32;
