@@ -12,19 +12,12 @@ namespace nybble {
 
 constexpr int64_t kSmallMMaxTokens = 128;
 
-// Who adds the partial sums of a tile, in ascending order of the reduction either way (same bits). In the kernel: the CTA that finishes the
-// tile last, elected by counters that a kernel before zeroes. Kernel: one launched behind; what plan_small_m_tiles() takes.
-enum class SmallMSum : uint8_t { kInKernel = 0, kKernel = 1 };
-constexpr int kSmallMSums = 2;
-
-// LinearPlan::variant of this path: the sum, and how many tokens the kernel is built for.
+// LinearPlan::variant of this path: how many tokens the kernel is built for, or strips.
 constexpr int kSmallMTokens[] = {8, 16, 32, 64, 128};
 constexpr int kSmallMSizes = 5;
-constexpr int kSmallMStrip = kSmallMSums * kSmallMSizes;  // strips
+constexpr int kSmallMStrip = kSmallMSizes;
 constexpr int kSmallMVariants = kSmallMStrip + 1;
-constexpr int small_m_variant(SmallMSum sum, int size) { return static_cast<int>(sum) * kSmallMSizes + size; }
-constexpr SmallMSum small_m_sum(int variant) { return static_cast<SmallMSum>(variant / kSmallMSizes); }
-constexpr int small_m_tokens(int variant) { return kSmallMTokens[variant % kSmallMSizes]; }
+constexpr int small_m_tokens(int variant) { return kSmallMTokens[variant]; }
 
 // Empty when a kernel of the path takes the problem, otherwise the reason in words a user understands.
 std::string supports_small_m(const LinearProblem& problem, const DeviceModel& device);
@@ -38,18 +31,12 @@ bool takes_strips(const LinearProblem& problem, const DeviceModel& device);
 std::string supports_small_m_tiles(const LinearProblem& problem, const DeviceModel& device);
 LinearPlan plan_small_m_tiles(const LinearProblem& problem, const DeviceModel& device);
 
-// The same with a sum chosen by the caller, for measurements.
-// kInKernel becomes kKernel where a CTA takes more tiles than it can elect for.
-LinearPlan plan_small_m_as(const LinearProblem& problem, const DeviceModel& device, SmallMSum sum);
-
 small_m::Work small_m_work(const LinearProblem& problem, const LinearPlan& plan);
 
 // Byte offsets into the workspace. Nothing in it need be initialised.
 struct SmallMWorkspace {
-  int64_t counters = 0;  // int [tiles], kInKernel
-  int64_t permuted = 0;  // x in the kernel's order [m][k], forward above 32 tokens
-  int64_t permuted_bytes = 0;
-  int64_t partials = 0;  // float4 [slots][16][tokens / 8][32]
+  int64_t permuted_bytes = 0;  // from 0: x in the kernel's order [m][k], forward above 32 tokens
+  int64_t partials = 0;        // float4 [slots][16][tokens / 8][32]
   int64_t bytes = 0;
 };
 SmallMWorkspace small_m_workspace(const LinearProblem& problem, const LinearPlan& plan);

@@ -65,7 +65,7 @@ struct Copier {
 
   __device__ __forceinline__ void run() {
     constexpr int kFirstSlots = L::PERMUTE_HERE ? 1 : L::X_SLOTS < 4 ? L::X_SLOTS : 4;
-    if (!p.weight_at_once) wait_for_previous_grids();
+    if constexpr (!L::PERMUTED_BEFORE) wait_for_previous_grids();
     load_unit();
     if constexpr (!L::PERMUTED_BEFORE) {
       for (int i = 0; i < kFirstSlots; i++) load_x();

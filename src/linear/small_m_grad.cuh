@@ -113,7 +113,6 @@ struct GradConsumer {
     const uint32_t column = warp_column + (lane >> 2) * BYTES;
     const uint32_t even = 2 * t * 128 + (((column >> 4) ^ (2 * t)) << 4) + (column & 15);
     const uint32_t odd = (2 * t + 1) * 128 + (((column >> 4) ^ (2 * t + 1)) << 4) + (column & 15);
-    const uint32_t matrices = lane * 128 + (((warp_column >> 4) ^ (lane & 7)) << 4);  // row `lane` of two k16 steps
     uint32_t transposed[4];
     const int block = part * BYTES + ((warp & 3) * BYTES >> 2), first_row = share * PARTS * 64;
     const uint32_t own_scales = s.warp_scales(warp);
@@ -137,6 +136,8 @@ struct GradConsumer {
       barrier_wait(s.full_stage(stage.slot), stage.parity);
       if (NYBBLE_FAULT(kReleasedEarly) && lane == 0) barrier_arrive(s.empty_stage(stage.slot));
       const uint32_t packed = s.packed(stage.slot) + first_row * 128;
+      // Row `lane` of two k16 steps; made for every unit, as one register more over the loop is spilled for 64 tokens.
+      const uint32_t matrices = kept(lane * 128) + (((warp_column >> 4) ^ (lane & 7)) << 4);
       if (!SCALES_AHEAD || unit == first) read_scales(stage.slot, tile);
       __syncwarp();
 #pragma unroll

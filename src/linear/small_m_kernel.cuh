@@ -10,17 +10,15 @@
 //   warps 0-15    decode (a table of byte -> two fp32 values, one copy a lane; one product and one rounding a weight), wgmma
 //                 m64 n TOKENS k16, fp32 sums in registers; at the end of a tile: partial sum -> workspace
 //
-// Partial sums are added in CTA order by the CTA that comes last, or by a kernel behind (SmallMSum). No float atomics: same bits every
-// time.
+// Partial sums are added in CTA order by a kernel behind: same bits every time.
 //
 // Forward: thread (g, t) of a warp decodes rows g, g + 8, block t of each 64-block quadruple, so a k16 step holds 4 elements of each of 4
 // blocks and x is permuted to match. grad_x: the two nibbles of a byte are rows g and g + 8 of the m64 tile, each byte of a word its own
 // tile.
 //
-// Order between launches: activations are read, and anything is written, only after all earlier kernels are complete: either the kernel
-// waits itself, or the call's first kernel (zero_counters) has waited before it let this one start. permute_rows lets it start at once, so
-// that it reads the weight meanwhile: only kernels of the multiply let others start early, and they write outputs and workspace; every
-// other kernel is complete before the first multiply behind it starts.
+// Order between launches: activations are read, and anything is written, only after all earlier kernels are complete. permute_rows lets the
+// multiply start at once, so that it reads the weight meanwhile: only kernels of the multiply let others start early, and they write
+// outputs and workspace; every other kernel is complete before the first multiply behind it starts.
 //
 // What bounds it on an H200: decoding, not memory. Per unit and SM at 8 tokens about 3000 clocks forward (ALU and shared memory carry 2100
 // each) and 3450 for grad_x (shared memory); reading 32 KB from DRAM takes about 2000.
@@ -92,14 +90,12 @@ struct Params {
   float values[16];        // of the 4-bit codes
   Work work;
   bool nested;
-  bool weight_at_once;         // no need to wait before the weight is read: a kernel of this call ran first, see above
-  int m, n, k;                 //
+  int m, n, k;
   const float* nested_absmax;  // [n * k / 64 / 256]
   const float* nested_code;    // [256]
   const float* offset;         // [1]
   const void* bias;            // [n] or null
   float* partials;             // float4 [slots][16][GROUPS][32]
-  int* counters;               // [tiles], zero; null: a kernel behind adds the partial sums
   void* out;                   // [m][n] or [m][k]
 };
 

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
     return;
   }
   fill_byte_table(s.table, p.values, thread);
-  if (!p.weight_at_once) wait_for_previous_grids();
+  if constexpr (!L::PERMUTED_BEFORE) wait_for_previous_grids();
   const ScaleReader<L> scales(p, s, thread);
   named_barrier(kAllBarrier, kThreads);
   raise_register_limit<kConsumerRegisters>();
@@ -52,7 +52,6 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
   } else {
     GradConsumer<T, L>(p, s, scales, warp, lane).run(cta, first, end);
   }
-  if (p.counters) sum_finished_tiles<T, L>(p, s, first, end, thread);
 }
 
 template <typename T>
@@ -93,14 +92,13 @@ Params make_params(const Launch& l, int groups, bool permute_here, bool permuted
   const LinearProblem& q = l.problem;
   const SmallMWorkspace layout = small_m_workspace(q, l.plan);
   uint8_t* workspace = static_cast<uint8_t*>(l.args.workspace);
-  const bool in_kernel = small_m_sum(l.plan.variant) == SmallMSum::kInKernel;
   const WeightOperand w = weight_operand(l.args.weight);
   const cuuint64_t n = static_cast<cuuint64_t>(q.n), k = static_cast<cuuint64_t>(q.k);
   Params p{};
   p.packed = tensor_map({CU_TENSOR_MAP_DATA_TYPE_UINT8, w.packed, 2, {k / 2, n}, {k / 2}, {128, 256}, CU_TENSOR_MAP_SWIZZLE_128B});
   const int64_t reduction = q.direction == Direction::kForward ? q.k : q.n;
   const int64_t stride = q.m == 1 || l.args.in_row_stride == 0 ? reduction : l.args.in_row_stride;
-  p.activation = permuted_before ? activation_map<T>(q, workspace + layout.permuted, q.k * 2, groups, false)
+  p.activation = permuted_before ? activation_map<T>(q, workspace, q.k * 2, groups, false)
                                  : activation_map<T>(q, l.args.in, stride * 2, groups, permute_here);
   p.nested = l.args.weight.scales.nested();
   p.scales = p.nested
@@ -108,7 +106,6 @@ Params make_params(const Launch& l, int groups, bool permute_here, bool permuted
                  : tensor_map({CU_TENSOR_MAP_DATA_TYPE_FLOAT32, w.scales, 2, {k / 64, n}, {k / 16}, {4, 256}, CU_TENSOR_MAP_SWIZZLE_NONE});
   std::copy(std::begin(w.values), std::end(w.values), p.values);
   p.work = small_m_work(q, l.plan);
-  p.weight_at_once = in_kernel || permuted_before;
   p.m = static_cast<int>(q.m);
   p.n = static_cast<int>(q.n);
   p.k = static_cast<int>(q.k);
@@ -117,12 +114,11 @@ Params make_params(const Launch& l, int groups, bool permute_here, bool permuted
   p.offset = w.offset;
   p.bias = l.args.bias;
   p.partials = reinterpret_cast<float*>(workspace + layout.partials);
-  p.counters = in_kernel ? reinterpret_cast<int*>(workspace + layout.counters) : nullptr;
   p.out = l.args.out;
   return p;
 }
 
-// In order: zero the counters, or permute x; multiply; add the partial sums. With both of the first two (a caller's choice) x comes last.
+// In order: permute x, for more than 32 tokens forward; multiply; add the partial sums.
 template <typename T, Direction DIRECTION, int GROUPS>
 void launch_sized(const Launch& l) {
   using L = Layout<GROUPS, DIRECTION>;
@@ -130,17 +126,13 @@ void launch_sized(const Launch& l) {
   const auto kernel = multiply<T, DIRECTION, GROUPS>;
   allowance.allow(reinterpret_cast<const void*>(kernel), L::SHARED_BYTES);
   const Params p = make_params<T>(l, GROUPS, L::PERMUTE_HERE, L::PERMUTED_BEFORE);
-  if (p.counters) enqueue(l, {1, kZeroThreads, 0}, zero_counters, p.counters, p.work.tiles);
   if constexpr (L::PERMUTED_BEFORE) {
     const int vectors = p.k / 8, count = p.m * vectors;  // 16 bytes each
     const int64_t stride = l.problem.m == 1 || l.args.in_row_stride == 0 ? p.k : l.args.in_row_stride;
-    uint32_t* permuted =
-        reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(l.args.workspace) + small_m_workspace(l.problem, l.plan).permuted);
     enqueue(l, {(count + kPermuteThreads - 1) / kPermuteThreads, kPermuteThreads, 0}, permute_rows, static_cast<const uint4*>(l.args.in),
-            stride / 8, vectors, permuted, count);
+            stride / 8, vectors, static_cast<uint32_t*>(l.args.workspace), count);
   }
   enqueue(l, {p.work.ctas, kThreads, L::SHARED_BYTES}, kernel, p);
-  if (p.counters) return;
   const int warps = p.work.tiles * kConsumerWarps * ((p.m + 7) / 8);
   enqueue(l, {(warps * 32 + kSumThreads - 1) / kSumThreads, kSumThreads, 0}, sum_partials<T, L>, p);
 }

@@ -16,7 +16,6 @@ constexpr int64_t kMaxColumns = 28672;                    // of k: shared memory
 constexpr int64_t kSharedMemoryBytes = 232448;            // of a CTA
 constexpr int64_t kMaxUnits = int64_t{1} << 20;           // of the weight
 constexpr int64_t kMaxWorkspace = 32 << 20;               // of any fused path
-constexpr int kMaxElections = 32;                         // tiles of a CTA
 constexpr int64_t kPermuteTokens = 32;                    // up to here the kernel permutes x itself
 constexpr int64_t kLeastStripWeights = int64_t{1} << 22;  // 1024 x 4096, the smallest measured
 constexpr int kBlock = 64;
@@ -62,11 +61,6 @@ Work cut(const LinearProblem& p, int sm_count) {
   return too_much() ? w : fewer;
 }
 
-int tiles_per_cta(const Work& w) {
-  const int run = static_cast<int>(ceil_div(int64_t{w.tiles} * w.units, w.ctas));
-  return (run + w.units - 2) / w.units + 1;
-}
-
 }  // namespace
 
 std::string supports_small_m_tiles(const LinearProblem& p, const DeviceModel& device) {
@@ -110,22 +104,17 @@ small_m::Work small_m_work(const LinearProblem& p, const LinearPlan& plan) {
 SmallMWorkspace small_m_workspace(const LinearProblem& p, const LinearPlan& plan) {
   const Work w = small_m_work(p, plan);
   SmallMWorkspace layout;
-  int64_t end = 0;
-  if (small_m_sum(plan.variant) == SmallMSum::kInKernel) end += round_up(w.tiles * int64_t{sizeof(int)}, 256);
-  layout.permuted = end;
   layout.permuted_bytes = permuted_bytes(p, p.m);
-  end += round_up(layout.permuted_bytes, 256);
-  layout.partials = end;
-  layout.bytes = end + piece_bytes(w, small_m_tokens(plan.variant));
+  layout.partials = round_up(layout.permuted_bytes, 256);
+  layout.bytes = layout.partials + piece_bytes(w, small_m_tokens(plan.variant));
   return layout;
 }
 
-LinearPlan plan_small_m_as(const LinearProblem& p, const DeviceModel& device, SmallMSum sum) {
+LinearPlan plan_small_m_tiles(const LinearProblem& p, const DeviceModel& device) {
   const Work w = cut(p, device.sm_count);
-  if (tiles_per_cta(w) > kMaxElections) sum = SmallMSum::kKernel;
   LinearPlan plan;
   plan.path = LinearPath::kSmallM;
-  plan.variant = small_m_variant(sum, size_of_tokens(p.m));
+  plan.variant = size_of_tokens(p.m);
   plan.grid = w.ctas;
   for (int tile = 0; tile < w.tiles; tile++) {
     const int pieces = small_m::last_cta(w, tile) - small_m::first_cta(w, tile) + 1;
@@ -135,15 +124,10 @@ LinearPlan plan_small_m_as(const LinearProblem& p, const DeviceModel& device, Sm
   plan.workspace_bytes = small_m_workspace(p, plan).bytes;
   plan.batch_invariant = forward(p);
   std::ostringstream reason;
-  reason << "small-M kernel for up to " << small_m_tokens(plan.variant) << " tokens, partial sums added "
-         << (sum == SmallMSum::kInKernel ? "in the kernel" : "by a kernel behind");
+  reason << "small-M kernel for up to " << small_m_tokens(plan.variant) << " tokens, partial sums added by a kernel behind";
   plan.reason = reason.str();
   return plan;
 }
-
-// H200, 1 to 16 tokens, five shapes, both directions: adding behind takes 0.69 to 1.01 of the time, 0.93 on average; with more tokens it
-// leads by more.
-LinearPlan plan_small_m_tiles(const LinearProblem& p, const DeviceModel& device) { return plan_small_m_as(p, device, SmallMSum::kKernel); }
 
 bool takes_strips(const LinearProblem& p, const DeviceModel& device) {
   if (!supports_strip(p, device).empty() || p.n * p.k < kLeastStripWeights) return false;

@@ -89,23 +89,19 @@ TEST(SmallMWork, ALostTileAndAnIdleCtaAreSeen) {
   EXPECT_NE(lost(small_m::first_unit(good, 1) - 1), 0);  // one further is another CTA's
 }
 
-TEST(SmallMWorkspace, HoldsCountersThenXThenAllPieces) {
+TEST(SmallMWorkspace, HoldsXThenAllPieces) {
   for (const auto& [n, k] : kShapes) {
     for (const Direction direction : kDirections) {
       for (const int64_t m : {1, 8, 9, 32, 33, 64, 65, 128}) {
-        for (const SmallMSum sum : {SmallMSum::kInKernel, SmallMSum::kKernel}) {
-          const LinearProblem p = problem(m, n, k, direction);
-          const LinearPlan plan = plan_small_m_as(p, kH200, sum);
-          const Work w = small_m_work(p, plan);
-          const SmallMWorkspace layout = small_m_workspace(p, plan);
-          const bool counters = small_m_sum(plan.variant) == SmallMSum::kInKernel;
-          EXPECT_GE(layout.permuted, layout.counters + (counters ? w.tiles * 4 : 0));
-          EXPECT_EQ(layout.permuted_bytes, direction == Direction::kForward && m > 32 ? m * k * 2 : 0);
-          EXPECT_GE(layout.partials, layout.permuted + layout.permuted_bytes);
-          EXPECT_EQ(layout.permuted % 256 + layout.partials % 256, 0);
-          EXPECT_EQ(layout.bytes, layout.partials + int64_t{1024} * small_m_tokens(plan.variant) * small_m::slots(w));
-          EXPECT_EQ(plan.workspace_bytes, layout.bytes);
-        }
+        const LinearProblem p = problem(m, n, k, direction);
+        const LinearPlan plan = plan_small_m_tiles(p, kH200);
+        const Work w = small_m_work(p, plan);
+        const SmallMWorkspace layout = small_m_workspace(p, plan);
+        EXPECT_EQ(layout.permuted_bytes, direction == Direction::kForward && m > 32 ? m * k * 2 : 0);
+        EXPECT_GE(layout.partials, layout.permuted_bytes);
+        EXPECT_EQ(layout.partials % 256, 0);
+        EXPECT_EQ(layout.bytes, layout.partials + int64_t{1024} * small_m_tokens(plan.variant) * small_m::slots(w));
+        EXPECT_EQ(plan.workspace_bytes, layout.bytes);
       }
     }
   }
@@ -125,11 +121,9 @@ TEST(SmallMPlan, StaysWithin32MiBWhatItTakes) {
   EXPECT_EQ(plan_small_m_tiles(problem(128, 28672, 8192), kH200).grid, 129);
 }
 
-TEST(SmallMPlan, IsTheSameForEqualProblemsAndSaysWhoSums) {
+TEST(SmallMPlan, IsTheSameForEqualProblems) {
   const LinearProblem p = problem(8, 14336, 4096);
   EXPECT_EQ(to_string(plan_small_m_tiles(p, kH200)), to_string(plan_small_m_tiles(p, kH200)));
-  EXPECT_EQ(small_m_sum(plan_small_m_tiles(p, kH200).variant), SmallMSum::kKernel);
-  EXPECT_EQ(small_m_sum(plan_small_m_as(p, kH200, SmallMSum::kInKernel).variant), SmallMSum::kInKernel);
   EXPECT_TRUE(plan_small_m_tiles(p, kH200).batch_invariant);
   EXPECT_FALSE(plan_small_m_tiles(problem(8, 14336, 4096, Direction::kGradInput), kH200).batch_invariant);
   for (int size = 0; size < kSmallMSizes; size++) {
@@ -158,12 +152,6 @@ TEST(SmallMPlan, ShortGradientsHaveOnePieceACtaWhereRunsGrowLittle) {
     EXPECT_EQ(grid(m, 5120, 27648), 132);  // 20 instead of 17 are too many
   }
   for (const int64_t m : {16, 65, 128}) EXPECT_EQ(grid(m, 4096, 14336), 132);
-}
-
-TEST(SmallMPlan, ACtaWithTooManyTilesLeavesTheSumToAKernelBehind) {
-  DeviceModel device = kH200;
-  device.sm_count = 1;
-  EXPECT_EQ(small_m_sum(plan_small_m_as(problem(8, 53248, 1024), device, SmallMSum::kInKernel).variant), SmallMSum::kKernel);
 }
 
 struct Refusal {
