@@ -132,7 +132,7 @@ struct RowsProducer {
       for (int s = 0; s < SLOTS; s++) {
         NYBBLE_DELAY(11);
         barrier_wait(barriers.empty_x(s), group ^ 1);
-        barrier_expect(barriers.full_x(s), TILE::X_BYTES);
+        barrier_expect(barriers.full_x(s), NYBBLE_FAULT(kPeerNotAwaited) ? TILE::X_BYTES / 2 : TILE::X_BYTES);
         tma_load_multicast(TILE::x_slot(smem, s) + rank * (TILE::X_BYTES / 2), &p.activation, barriers.full_x(s), (at.step + s) * kStep,
                            token, 3);
       }
@@ -348,6 +348,8 @@ struct RowsConsumer : Output<DIRECTION, T, TILE> {
   __device__ __forceinline__ void read_words(int slot, uint32_t group) {
     NYBBLE_DELAY(14);
     barrier_wait(barriers.full_w(slot), group);
+    if (NYBBLE_FAULT(kReleasedUnread)) release_w(slot);
+    NYBBLE_DELAY(17);
     const uint32_t packed = smem + packed_lane + slot * TILE::PACKED_BYTES;
 #pragma unroll
     for (int q = 0; q < 2; q++) {
@@ -396,6 +398,10 @@ struct RowsConsumer : Output<DIRECTION, T, TILE> {
     }
   }
 
+  __device__ __forceinline__ void release_w(int slot) const {
+    __syncwarp();
+    if ((thread & 31) == 0) barrier_arrive(barriers.empty_w(slot));
+  }
   __device__ __forceinline__ void release_x(int slot) const {
     if (!leader()) return;
     barrier_arrive(barriers.empty_x(slot));
@@ -424,8 +430,7 @@ struct RowsConsumer : Output<DIRECTION, T, TILE> {
       wgmma_wait<1>();
       if (i == 0 && !NYBBLE_FAULT(kReleasedEarly) && !first) release_x(slot_before);
     }
-    __syncwarp();
-    if ((thread & 31) == 0) barrier_arrive(barriers.empty_w(slot));
+    if (!NYBBLE_FAULT(kReleasedUnread)) release_w(slot);
   }
   __device__ __forceinline__ void run_segment(uint32_t& group) {
 #pragma unroll

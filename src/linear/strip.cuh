@@ -80,6 +80,13 @@ struct Ring {
   }
 };
 
+// The stage that takes the next copy while ring.read is being read: the last one that was.
+template <typename RING>
+__device__ __forceinline__ uint32_t refilled(const RING& ring) {
+  return NYBBLE_FAULT(kReleasedEarly) ? ring.read : ring.write;
+}
+__device__ __forceinline__ int stages_ahead() { return NYBBLE_FAULT(kReleasedEarly) ? kStages : kStages - 1; }
+
 // x of one slice, of the tokens of a thread; zeros beyond m.
 struct Activation {
   uint4 words[8] = {};  // of token g: word w holds elements 8 w .. of the thread's block
@@ -328,7 +335,7 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
   wait_for_previous_grids();
   Activation x;
   if (busy) read_first_x(p, ahead.x_parts, first_part, ring, early, lane, x);
-  for (int i = early; i < kStages - 1; i++) ahead.fetch(ring.stage(i), lane);
+  for (int i = early; i < stages_ahead(); i++) ahead.fetch(ring.stage(i), lane);
   const float offset = table_values.offset;
 
   int x_left = 0;
@@ -344,7 +351,8 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
       while (left > 0) {
         wait_copies<kStages - 2>();
         __syncwarp();  // all lanes' copies have landed, and the stage before is no longer read
-        ahead.fetch(ring.write, lane);
+        ahead.fetch(refilled(ring), lane);
+        NYBBLE_DELAY(15);
         if (x_left > 0) {
           x.read(p.m, ahead.x_parts - x_left--, ring.read, lane);
         } else {
@@ -361,7 +369,7 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
       }
       x_left = ahead.x_parts;
     }
-    __syncthreads();
+    if (!NYBBLE_FAULT(kSumsNotAwaited)) __syncthreads();
     const bool last = group + work.group >= end;
     if (!last) scales.fetch(p, first + group + count, min(work.group, end - group - count), first_slice, thread);
     store_group<T>(p, sums, first + group, count, range, thread);
@@ -379,9 +387,14 @@ __global__ void __launch_bounds__(kSumThreads) add_ranges(const __grid_constant_
   wait_for_previous_grids();
   const int64_t count = static_cast<int64_t>(p.m) * p.n, at = (static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x) * 4;
   if (at >= count) return;
-  float4 v = __ldcg(reinterpret_cast<const float4*>(p.partials + at));
-  for (int range = 1; range < p.work.ranges; range++) {
-    const float4 next = __ldcg(reinterpret_cast<const float4*>(p.partials + range * count + at));
+  const int start = NYBBLE_ANY_OF(p.work.ranges);
+  const auto from = [&](int i) {
+    const int range = NYBBLE_FAULT(kArrivalOrder) ? (start + i) % p.work.ranges : i;
+    return reinterpret_cast<const float4*>(p.partials + range * count + at);
+  };
+  float4 v = __ldcg(from(0));
+  for (int i = 1; i < p.work.ranges; i++) {
+    const float4 next = __ldcg(from(i));
     v.x += next.x, v.y += next.y, v.z += next.z, v.w += next.w;
   }
   if (p.bias) {

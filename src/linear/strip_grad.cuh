@@ -161,7 +161,7 @@ __device__ __forceinline__ void store_band(const Params& p, float (&sums)[kTiles
       area[(warp * kPass + i) * 32 + lane] = make_float4(v[0], v[1], v[2], v[3]);
       v[0] = v[1] = v[2] = v[3] = 0.f;
     }
-    __syncthreads();
+    if (!NYBBLE_FAULT(kSumsNotAwaited)) __syncthreads();
     if (warp >= kPass) continue;
     float4 v = area[thread];
 #pragma unroll
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, 1) multiply_grad(const __grid_consta
   const TableValues table_values(p, thread);
   UnitCursor at(work, first_unit(work, cta), first_unit(work, cta + 1));
   RowFetcher ahead(p, warp, at, lane);
-  for (int i = 0; i < kStages - 1; i++) ahead.fetch(ring.stage(i), lane);
+  for (int i = 0; i < stages_ahead(); i++) ahead.fetch(ring.stage(i), lane);
   fill_tables(p, table_values, table, thread);
   const float offset = table_values.offset;
   __syncthreads();
@@ -210,7 +210,8 @@ __global__ void __launch_bounds__(kThreads, 1) multiply_grad(const __grid_consta
   while (at.left > 0) {
     wait_copies<kStages - 2>();
     __syncwarp();  // all lanes' copies have landed, and the stage before is no longer read
-    ahead.fetch(ring.write, lane);
+    ahead.fetch(refilled(ring), lane);
+    NYBBLE_DELAY(16);
     const uint2 x = next;
     const int band = at.band;
     const bool mine = at.row(warp) < p.n, ends_band = at.ends_band(work);
@@ -236,11 +237,15 @@ __global__ void __launch_bounds__(kSumThreads) add_partials(const __grid_constan
   const int64_t first = static_cast<int64_t>(band) * p.work.units;
   const int low = cta_of_unit(p.work, first), high = cta_of_unit(p.work, first + p.work.units - 1);
   if (low == high) return;
-  const float4* from = reinterpret_cast<const float4*>(p.partials) + static_cast<int64_t>(band + low) * vectors + vector;
-  float4 v = __ldcg(from);
+  const int pieces = high - low + 1, start = NYBBLE_ANY_OF(pieces);
+  const auto from = [&](int i) {
+    const int piece = NYBBLE_FAULT(kArrivalOrder) ? (start + i) % pieces : i;
+    return reinterpret_cast<const float4*>(p.partials) + static_cast<int64_t>(band + low + piece) * vectors + vector;
+  };
+  float4 v = __ldcg(from(0));
 #pragma unroll 8
-  for (int cta = low + 1; cta <= high; cta++) {
-    const float4 next = __ldcg(from += vectors);
+  for (int i = 1; i < pieces; i++) {
+    const float4 next = __ldcg(from(i));
     v.x += next.x, v.y += next.y, v.z += next.z, v.w += next.w;
   }
   const int token = vector / (kSliceColumns / 4), column = vector % (kSliceColumns / 4) * 4;
