@@ -14,6 +14,7 @@ from plot_linear import COLORS, line, text
 
 WIDTH, HEIGHT, LEFT, TOP = 640, 280, 70, 44
 ROW, BAR, LABEL = 26, 330, 350  # of bar charts
+LIMIT, FLOOR = 0.05, 1e-6  # numerics: what a ratio may be off from 1, and what is drawn as equal
 
 
 class Scale:
@@ -38,13 +39,14 @@ def picture(width, height, title, parts):
 
 
 def machine(record):
-    return record["machine"].get("gpu", record["machine"]["cpu"])
+    return record["machine"].get("gpu", f"a CPU ({record['machine']['cpu']})")
 
 
-def dot(x, y, color, shape="circle"):
+def dot(x, y, color, shape="circle", hollow=False):
+    paint = f'fill="none" stroke="{color}" stroke-width="1.6"' if hollow else f'fill="{color}" opacity="0.7"'
     if shape == "circle":
-        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{color}" opacity="0.7"/>'
-    return f'<rect x="{x - 3:.1f}" y="{y - 3:.1f}" width="6" height="6" fill="{color}" opacity="0.7"/>'
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" {paint}/>'
+    return f'<rect x="{x - 3:.1f}" y="{y - 3:.1f}" width="6" height="6" {paint}/>'
 
 
 def axes(x, y, x_ticks, y_ticks, x_title, y_title):
@@ -68,25 +70,28 @@ def legend(names, top):
 
 
 def numerics(record):
-    """Error against float64 over torch's, by tokens; a colour a path."""
+    """How far the error against float64 is from torch's, by tokens; a colour a path, each a little aside."""
     rows = [row["values"] | {"cell": row["cell"]} for row in record["results"] if row["arm"] == "auto"]
     table = record.get("table", {"columns": ["arm"], "rows": []})
     named = (dict(zip(table["columns"], row, strict=True)) for row in table["rows"])
     rows += [row for row in named if row["arm"] == "auto"]
     points = [(int(row["cell"].split()[2]), row["ratio"], row["path"]) for row in rows if "ratio" in row]
     paths = sorted({path for *_, path in points})
-    tokens, ratios = [m for m, *_ in points], [ratio for _, ratio, _ in points]
-    x = Scale(tokens, LEFT, LEFT + WIDTH, True)
-    y = Scale([*ratios, 0.9, 1.06], TOP + HEIGHT, TOP)
+    tokens, off = [m for m, *_ in points], [max(FLOOR, abs(ratio - 1)) for _, ratio, _ in points]
+    x = Scale(tokens, LEFT + 14, LEFT + WIDTH - 14, True)
+    y = Scale([*off, FLOOR, 2 * LIMIT], TOP + HEIGHT - 8, TOP, True)
     ticks = [(m, str(m)) for m in (1, 4, 16, 64, 256, 1024, 4096, 16384) if m <= max(tokens)]
-    steps = [(0.9 + 0.05 * i, f"{0.9 + 0.05 * i:.2f}") for i in range(4)]
-    parts = axes(x, y, ticks, steps, "tokens", "error against float64 / that of dequantise + linear")
+    steps = [(10.0**e, f"1e{e}") for e in range(-5, 0)] + [(FLOOR, "<= 1e-6")]
+    parts = axes(x, y, ticks, steps, "tokens", "|error against float64 / that of dequantise + linear - 1|")
     parts += [
-        line(LEFT, y(1.05), LEFT + WIDTH, y(1.05), "#c00", 1.4),
-        text(LEFT + WIDTH, y(1.05) - 4, "limit", 10, "end"),
+        line(LEFT, y(LIMIT), LEFT + WIDTH, y(LIMIT), "#c00", 1.4),
+        text(LEFT + WIDTH, y(LIMIT) + 13, f"{LIMIT:g}: limit of a larger error", 10, "end"),
     ]
-    parts += [dot(x(m), y(ratio), COLORS[paths.index(path) % len(COLORS)]) for m, ratio, path in points]
-    title = f"numerics on {machine(record)}: {len(points)} multiplies"
+    for (m, _, path), value in zip(points, off, strict=True):
+        place = paths.index(path)
+        aside = 4 * (place - (len(paths) - 1) / 2)
+        parts.append(dot(x(m) + aside, y(value), COLORS[place % len(COLORS)]))
+    title = f"Error of {len(points)} multiplies on {machine(record)}"
     return picture(LEFT + WIDTH + 30, TOP + HEIGHT + 70, title, parts + legend(paths, TOP + HEIGHT + 54))
 
 
@@ -98,59 +103,75 @@ def race(record):
     x = Scale([p["layer_bytes"] / 2**20 for p in grid], LEFT + 20, LEFT + WIDTH - 20, True)
     y = Scale([p["copy_visits"] for p in grid] + [1.0], TOP + HEIGHT - 10, TOP + 10, True)
     sizes = sorted({p["layer_bytes"] / 2**20 for p in grid})
-    ticks = [(2.0**e, f"{2.0**e:g}") for e in range(-6, 8, 2) if y.low <= e <= y.high]
-    parts = axes(x, y, [(s, f"{s:.2g} MiB") for s in sizes], ticks, "layer", "a copy's time in visits of a layer")
-    parts += [line(LEFT, y(1), LEFT + WIDTH, y(1), "#444", 1.4), text(LEFT + WIDTH, y(1) - 4, "prediction", 10, "end")]
+    ticks = [(2.0**e, f"{2**e}" if e >= 0 else f"1/{2**-e}") for e in range(-8, 9, 2) if y.low <= e <= y.high]
+    parts = axes(
+        x, y, [(s, f"{s:.2g} MiB") for s in sizes], ticks, "size of a layer", "time of a copy / visit of a layer"
+    )
+    parts.append(line(LEFT, y(1), LEFT + WIDTH, y(1), "#444", 1.4))
+    parts.append(text(LEFT + 4, y(1) - 6, "predicted wrong above this line, right below", 10, "start"))
     names = {"right": 2, "wrong": 1, "mixed": 4}
     for p in grid:
         color, shape = COLORS[names[p["seen"]]], "rect" if p["seen"] == "wrong" else "circle"
-        parts.append(dot(x(p["layer_bytes"] / 2**20), y(p["copy_visits"]), color, shape))
-    parts.append(
-        text(LEFT, TOP + HEIGHT + 54, "squares: the unsafe arm's gradients were wrong; discs: right", anchor="start")
-    )
-    title = f"race on {machine(record)}: {record['findings']['explanation'].split(':')[0]}"
+        hollow = p["predicted"] == "close"
+        parts.append(dot(x(p["layer_bytes"] / 2**20), y(p["copy_visits"]), color, shape, hollow))
+    words = "Gradients of the unsafe arm: squares wrong, discs right; hollow: too close to the line to call"
+    parts.append(text(LEFT, TOP + HEIGHT + 54, words, anchor="start"))
+    explained = record["findings"]["explanation"].split(":")[0]
+    title = f"When an unsafe op turns wrong, on {machine(record)}: explanation {explained}"
     return picture(LEFT + WIDTH + 30, TOP + HEIGHT + 70, title, parts)
 
 
-def bars(title, rows):
-    """rows: (label, value, words, color)."""
-    parts, largest = [], max(value for _, value, *_ in rows)
-    for i, (label, value, words, color) in enumerate(rows):
-        y = TOP + ROW * i
+def bars(title, rows, caption):
+    """rows: (label, value, words, color, (low, high) of a line across the bar); values of one unit."""
+    parts, largest = [], max(max(value, *span) for _, value, _, _, span in rows)
+    for i, (label, value, words, color, span) in enumerate(rows):
+        y, middle = TOP + ROW * i, TOP + ROW * i + (ROW - 8) / 2
         width = BAR * value / largest
+        low, high = (LABEL + BAR * edge / largest for edge in span)
         parts.append(text(LABEL - 10, y + 14, label, 11, "end"))
         parts.append(f'<rect x="{LABEL}" y="{y}" width="{width:.1f}" height="{ROW - 8}" fill="{color}" opacity="0.8"/>')
-        parts.append(text(LABEL + 6 + width, y + 14, words, 11, "start"))
-    return picture(LABEL + BAR + 210, TOP + ROW * len(rows) + 14, title, parts)
+        if low == high:
+            parts.append(line(low, y - 3, low, y + ROW - 5, "#222", 2))
+        else:
+            parts.append(line(low, middle, high, middle, "#222", 1.4))
+        parts.append(text(max(LABEL + width, high) + 6, y + 14, words, 11, "start"))
+    parts.append(text(LABEL, TOP + ROW * len(rows) + 14, caption, 10, "start"))
+    return picture(LABEL + BAR + 230, TOP + ROW * len(rows) + 28, title, parts)
 
 
 def timed(record):
-    """Tokens per second and peak memory of every arm."""
+    """Tokens per second and peak memory of every arm; a line for what the rounds spread over."""
     rows = [row for row in record["results"] if row["values"] and row["role"] != "control"]
     found = []
     for row in rows:
-        values = row["values"]
-        peak = f", {values['peak_bytes'] / 2**30:.2f} GiB" if "peak_bytes" in values else ""
+        values, rate = row["values"], row["values"]["tokens_per_second"]
+        peak = f", peak {values['peak_bytes'] / 2**30:.2f} GiB" if "peak_bytes" in values else ""
         color = COLORS[0] if row["role"] == "product" else COLORS[6]
-        words = f"{values['tokens_per_second']:.0f} tok/s{peak}"
-        found.append((f"{row['arm']}, {row['cell']}", values["tokens_per_second"], words, color))
-    return bars(f"{record['gate']} on {machine(record)}", found) if found else None
+        half = values.get("spread", 0.0) / 2
+        words = f"{rate:,.0f} tok/s{peak}"
+        found.append((f"{row['arm']}, {row['cell']}", rate, words, color, (rate * (1 - half), rate * (1 + half))))
+    caption = "blue: nybble's multiply; grey: what it is compared with; line: spread of the rounds"
+    title = f"Tokens per second and peak memory ({record['gate']}) on {machine(record)}"
+    return bars(title, found, caption) if found else None
 
 
 def memory(record):
-    """Peaks of a model, streamed and with private copies, beside the formula."""
+    """Peaks of a model, streamed and with private copies, and the formula of the streamed one."""
     rows = [
         row for row in record["results"] if "formula_bytes" in row["values"] or row["arm"] == "model of private copies"
     ]
     rows = [row for row in rows if row["values"]]
     if not rows:
         return None
+    unit, name = (2**20, "MiB") if max(row["values"]["peak_bytes"] for row in rows) >= 2**24 else (2**10, "KiB")
     found = []
     for row in rows:
-        peak, formula = row["values"]["peak_bytes"] / 2**20, row["values"]["formula_bytes"] / 2**20
+        peak, formula = row["values"]["peak_bytes"] / unit, row["values"]["formula_bytes"] / unit
         color = COLORS[0] if row["role"] == "product" else COLORS[1]
-        found.append((f"{row['arm']}, {row['cell']}", peak, f"{peak:.0f} MiB, formula {formula:.0f}", color))
-    return bars(f"peak of a step on {machine(record)}", found)
+        words = f"{peak:,.0f} {name}, formula {formula:,.0f}"
+        found.append((f"{row['arm']}, {row['cell']}", peak, words, color, (formula, formula)))
+    caption = "mark: resident peak - packed base + window x layer bytes, the formula of a streamed model"
+    return bars(f"Peak memory of a training step on {machine(record)}", found, caption)
 
 
 PLOTS = {"numerics": numerics, "race": race, "share": timed, "speed": timed, "memory": memory}

@@ -39,9 +39,23 @@ def bars(rows: list[dict], top: float) -> list[str]:
     return parts
 
 
+def legend(y: float) -> list[str]:
+    """What the colours are, and the line."""
+    kinds = (("resident", RESIDENT), ("streamed", STREAMED), ("soup-cli (peer)", PEER), ("computes nonsense", GARBAGE))
+    parts = []
+    for index, (name, paint) in enumerate(kinds):
+        x = LEFT + 130 * index
+        parts += [
+            line(x, y - 4, x + 14, y - 4, paint, 8),
+            text(x + 20, y, name, 10, "start"),
+        ]
+    words = "Bars: median of the rounds, scaled to the slowest of a length. Lines: fastest to slowest round."
+    return [*parts, text(LEFT, y + 16, words, 10, "start")]
+
+
 def svg(record: dict) -> str:
     """The whole picture. Raises ValueError for a record without a timed row."""
-    parts, y = [], 44.0
+    parts, y = [], 74.0
     for case in record["cases"]:
         for tokens in sorted({row["tokens"] for row in case["rows"]}):
             rows = [row for row in case["rows"] if row["tokens"] == tokens and "step_ms" in row]
@@ -53,9 +67,8 @@ def svg(record: dict) -> str:
             y += 22 + ROW * len(rows) + 14
     if not parts:
         raise ValueError("the record has no timed row")
-    return picture(
-        LEFT + BAR + RIGHT + 40, round(y) + 6, f"A training step by arm, {record['machine']['device']}", parts
-    )
+    title = f"Time of a training step by arm, {record['machine']['device']}"
+    return picture(LEFT + BAR + RIGHT + 40, round(y) + 6, title, [*legend(42.0), *parts])
 
 
 if __name__ == "__main__":

@@ -44,15 +44,19 @@ def test_a_name_without_a_record_is_an_error():
         figures.filled("<!-- figure no-such -->1<!-- /figure -->")
 
 
-def grid_point(size, visits, seen):
-    return {"layer_bytes": size << 20, "copy_visits": visits, "seen": seen}
+def grid_point(size, visits, predicted, seen):
+    return {"layer_bytes": size << 20, "copy_visits": visits, "predicted": predicted, "seen": seen}
 
 
 def row(arm, role, **values):
     return {"arm": arm, "role": role, "cell": "16 tokens", "values": values}
 
 
-GRID = [grid_point(1, 0.25, "right"), grid_point(4, 1.1, "mixed"), grid_point(16, 4.0, "wrong")]
+GRID = [
+    grid_point(1, 0.25, "right", "right"),
+    grid_point(4, 1.1, "close", "mixed"),
+    grid_point(16, 4.0, "wrong", "wrong"),
+]
 MODEL = [
     row("streamed model", "product", peak_bytes=1 << 20, formula_bytes=1 << 20),
     row("model of private copies", "control", peak_bytes=3 << 20, formula_bytes=1 << 20),
