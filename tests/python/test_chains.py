@@ -4,6 +4,8 @@ Kernels of the multiply start before those in front of them are complete. Here e
 and with torch's own matmul between, eager (queued behind a sleep, so that nothing waits for the host) and in a graph.
 """
 
+import re
+
 import pytest
 import torch
 
@@ -17,14 +19,15 @@ pytestmark = pytest.mark.skipif(not has_gpu(), reason="no GPU, or nybble was bui
 CUDA = torch.device("cuda")
 REPEATS, BATCH, INPUTS = 300, 20, 3  # BATCH is even: the last test turns a weight to and fro
 SLEEP = 20_000_000  # clocks, more than the host takes for a batch
+ROW_PAIRS = r"tiles of (256|384|512) rows by"
 # Size of a square weight, rows, and what the plan on an H200 says, forward and grad_x.
 CASES = [
     *[(4096, m, "strips of", "bands of") for m in (1, 2, 3, 4)],
     *[(4096, m, "strips of", "partial sums added") for m in (5, 6, 7, 8)],
     (4096, 16, "partial sums added", "partial sums added"),
     (8192, 48, "partial sums added", "partial sums added"),  # x put in order by a kernel before
-    (4096, 96, "256 rows by", "256 rows by"),
-    (4096, 256, "256 rows by", "256 rows by"),
+    (4096, 96, ROW_PAIRS, ROW_PAIRS),
+    (4096, 256, ROW_PAIRS, ROW_PAIRS),
     (4096, 1024, "128 rows by", "128 rows by"),
 ]
 
@@ -76,7 +79,7 @@ def poison(outputs) -> None:
 def takes(size: int, m: int, words: tuple[str, str], weight: Weight) -> None:
     for direction, word in zip((FORWARD, GRAD_INPUT), words, strict=True):
         plan = plan_of(weight, m, direction).text
-        assert torch.cuda.get_device_capability() != (9, 0) or word in plan, plan
+        assert torch.cuda.get_device_capability() != (9, 0) or re.search(word, plan), plan
 
 
 def inputs_and_expected(chain, size, m):
