@@ -21,6 +21,7 @@
 #include "device/async.cuh"
 #include "device/cp_async.cuh"
 #include "device/decode.cuh"
+#include "device/fault.h"
 #include "device/mma.cuh"
 #include "device/pair_table.cuh"
 #include "linear/strip_params.h"
