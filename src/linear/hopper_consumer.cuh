@@ -9,9 +9,9 @@ namespace nybble::hopper {
 template <Direction DIRECTION, typename T, typename TILE>
 struct Consumer : Output<DIRECTION, T, TILE> {
   using Base = Output<DIRECTION, T, TILE>;
-  using Base::add_bias, Base::collect_partials, Base::exchange_pieces, Base::send_chunk, Base::stage_chunk, Base::store_for_owner;
   using Base::barrier, Base::enter_segment, Base::first_token, Base::leader, Base::list, Base::locate_output, Base::pack_chunk;
   using Base::begin, Base::end, Base::half, Base::p, Base::rank, Base::segment, Base::sum, Base::thread, Base::token;
+  using Base::finish_sums, Base::send_chunk, Base::stage_chunk;
 
   static constexpr int UNROLL = TILE::UNROLL, CHUNKS = TILE::CHUNKS, STAGING = TILE::STAGING;
   // Progress of the output of the tile before: kFirstChunks (in shared memory, not sent), STAGING .. CHUNKS - 1 (the chunk to write
@@ -172,16 +172,7 @@ struct Consumer : Output<DIRECTION, T, TILE> {
   }
   __device__ __forceinline__ void finish_segment(int cluster) {
     finish_output();
-    const bool whole = end - begin == p.work.steps;
-    if (!whole && p.work.pieces > 1) {
-      exchange_pieces(cluster);
-    } else if (begin > 0) {
-      store_for_owner();
-    } else {
-      if (!whole) collect_partials(cluster);
-      add_bias();
-      defer_output();
-    }
+    finish_sums(cluster, [&] { defer_output(); });
   }
 
   __device__ __forceinline__ void run(int cluster) {

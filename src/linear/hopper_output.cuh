@@ -154,11 +154,7 @@ struct Output {
       if (c < first || c >= last) continue;
 #pragma unroll
       for (int i = 4 * c; i < 4 * c + 4; i++) {
-        const float4 v = __ldcg(from + i * kThreadsPerGroup);
-        sum[4 * i] += v.x;
-        sum[4 * i + 1] += v.y;
-        sum[4 * i + 2] += v.z;
-        sum[4 * i + 3] += v.w;
+        add_sum(i, __ldcg(from + i * kThreadsPerGroup));
       }
     }
   }
@@ -249,6 +245,20 @@ struct Output {
       } else {
         add_partial_chunks(block, 0, CHUNKS);
       }
+    }
+  }
+  // What becomes of the sums of a segment; write() takes those of a tile that this cluster finishes alone.
+  template <typename WRITE>
+  __device__ __forceinline__ void finish_sums(int cluster, WRITE write) {
+    const bool whole = end - begin == p.work.steps;
+    if (!whole && p.work.pieces > 1) {
+      exchange_pieces(cluster);
+    } else if (begin > 0) {
+      store_for_owner();
+    } else {
+      if (!whole) collect_partials(cluster);
+      add_bias();
+      write();
     }
   }
 };

@@ -301,9 +301,8 @@ struct RowsProducer {
 template <Direction DIRECTION, typename T, typename TILE>
 struct RowsConsumer : Output<DIRECTION, T, TILE> {
   using Base = Output<DIRECTION, T, TILE>;
-  using Base::add_bias, Base::collect_partials, Base::enter_segment, Base::exchange_pieces, Base::leader, Base::store_for_owner,
-      Base::write_chunks;
   using Base::begin, Base::end, Base::half, Base::p, Base::rank, Base::segment, Base::sum, Base::thread;
+  using Base::enter_segment, Base::finish_sums, Base::leader, Base::write_chunks;
   static constexpr bool FORWARD = DIRECTION == Direction::kForward;
   static constexpr int SLOTS = TILE::SLOTS;
 
@@ -457,16 +456,7 @@ struct RowsConsumer : Output<DIRECTION, T, TILE> {
     uint32_t group = 0;
     while (end > 0) {
       run_segment(group);
-      const bool whole = end - begin == p.work.steps;
-      if (!whole && p.work.pieces > 1) {
-        exchange_pieces(cluster);
-      } else if (begin > 0) {
-        store_for_owner();
-      } else {
-        if (!whole) collect_partials(cluster);
-        add_bias();
-        write_chunks(0, TILE::CHUNKS);
-      }
+      finish_sums(cluster, [&] { write_chunks(0, TILE::CHUNKS); });
       segment++;
       enter_segment();
     }
