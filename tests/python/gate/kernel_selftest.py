@@ -18,8 +18,8 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
+import selftest
 from kernel_mutations import KERNEL_MUTATIONS, has_switches, planted
-from selftest import verdict
 
 from nybble.gate.aliasing import cells
 from nybble.gate.aliasing.gate import AliasingGate, run_on_one_thread
@@ -31,7 +31,6 @@ from nybble.gate.memory.gate import MemoryGate
 from nybble.gate.memory.gate import Sizes as MemorySizes
 from nybble.gate.numerics.gate import NumericsGate
 from nybble.gate.numerics.gate import Sizes as NumericsSizes
-from nybble.gate.runner import run_gate
 from nybble.gate.training.needs import missing
 from nybble.gate.training.store import Shape
 
@@ -58,14 +57,7 @@ def memory():
 
 
 def equality():
-    from nybble.gate.equality.gate import EqualityGate
-
-    gate = EqualityGate("cuda", Shape(1024, 2816, 3, 8, 4, 256), 12, (2,))
-    try:
-        gate.cells = gate.cells[:1]
-        return run_gate(gate, algorithms="warn")
-    finally:
-        gate.close()
+    return selftest.equality_on("cuda", Shape(1024, 2816, 3, 8, 4, 256), 12)
 
 
 GATES = {"aliasing": aliasing, "numerics": numerics, "determinism": determinism, "memory": memory, "equality": equality}
@@ -91,7 +83,7 @@ def run_row(name: str) -> int:
     with planted(mutation):
         for gate, make in GATES.items():
             if gate != "equality" or missing() is None:
-                print(f"{gate}={verdict(make)}", flush=True)
+                print(f"{gate}={selftest.verdict(make)}", flush=True)
     return 0
 
 

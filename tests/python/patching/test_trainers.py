@@ -6,6 +6,7 @@ import transformers
 
 import nybble
 
+from ..trainer_runs import outcome
 from .models import (
     FAMILIES,
     LINEARS,
@@ -46,23 +47,12 @@ def settings(kind, folder, **more):
     )
 
 
-def outcome(trainer) -> dict[str, torch.Tensor]:
-    """Every logged loss and gradient norm, and the adapters at the end."""
-    found = {}
-    for entry in trainer.state.log_history:
-        if "loss" in entry:
-            found[f"loss {entry['step']}"] = torch.tensor(entry["loss"])
-            found[f"grad_norm {entry['step']}"] = torch.tensor(entry["grad_norm"])
-    assert len(found) == 2 * STEPS
-    return found | {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-
-
 def run_trainer(model, folder, resume=None, **more):
     arguments = settings(transformers.TrainingArguments, folder, **more)
     collate = transformers.default_data_collator
     trainer = transformers.Trainer(model, arguments, train_dataset=examples(), data_collator=collate)
     trainer.train(resume_from_checkpoint=resume)
-    return outcome(trainer)
+    return outcome(trainer, STEPS)
 
 
 def test_trainer(dense, tmp_path):
@@ -125,7 +115,7 @@ def run_sft(model, folder, **more):
     arguments = settings(trl.SFTConfig, folder, max_length=12, dataset_num_proc=None)
     trainer = trl.SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer(), **more)
     trainer.train()
-    return outcome(trainer), trainer.model
+    return outcome(trainer, STEPS), trainer.model
 
 
 def test_sft_trainer_with_a_peft_model(dense, tmp_path):

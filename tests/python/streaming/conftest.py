@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from tiny_models import Store, write_store

@@ -6,6 +6,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from tiny_models import LAYERS, assert_equal, resident_model, streamed_model, with_adapters
+from trainer_runs import outcome
 
 import nybble
 
@@ -32,17 +33,6 @@ def settings(kind, store, folder, **more):
         seed=1,
         **({"save_strategy": "no"} | more),
     )
-
-
-def outcome(trainer) -> dict[str, torch.Tensor]:
-    """Every logged loss and gradient norm, and the adapters at the end."""
-    found = {}
-    for entry in trainer.state.log_history:
-        for key in ("loss", "grad_norm", "eval_loss"):
-            if key in entry:
-                found[f"{key} {entry['step']}"] = torch.tensor(entry[key])
-    assert len(found) >= 2 * STEPS
-    return found | {n: p.detach().cpu().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
 
 
 def examples():
@@ -79,7 +69,7 @@ def test_saves_evaluation_and_resuming_equal_a_resident_run(stores, tmp_path, ac
         )
         trainer.train()
         assert check.saves == STEPS
-        found[kind] = outcome(trainer)
+        found[kind] = outcome(trainer, STEPS)
     assert_equal(found["streamed"], found["resident"], at_least=4 * LAYERS + 3 * STEPS)
     for step in range(1, STEPS + 1):  # the files of both runs: same names, same bytes
         files = [load_file(tmp_path / kind / f"checkpoint-{step}" / "adapter_model.safetensors") for kind in found]
@@ -92,7 +82,7 @@ def test_saves_evaluation_and_resuming_equal_a_resident_run(stores, tmp_path, ac
         eval_dataset=examples()[:3],
     )
     again.train(resume_from_checkpoint=str(tmp_path / "streamed" / "checkpoint-2"))
-    assert_equal(outcome(again), found["resident"], at_least=4 * LAYERS + 3 * STEPS)
+    assert_equal(outcome(again, STEPS), found["resident"], at_least=4 * LAYERS + 3 * STEPS)
 
 
 def tokenizer():
@@ -115,7 +105,7 @@ def run_sft(trl, datasets, model, store, folder):
     config = peft.LoraConfig(**CONFIG, init_lora_weights=False)
     trainer = trl.SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer(), peft_config=config)
     trainer.train()
-    return outcome(trainer)
+    return outcome(trainer, STEPS)
 
 
 def run_dpo(trl, datasets, model, store, folder):
@@ -136,7 +126,7 @@ def run_dpo(trl, datasets, model, store, folder):
     )
     assert trainer.ref_model is None and list(trainer.model.peft_config) == ["default"]
     trainer.train()
-    return outcome(trainer)
+    return outcome(trainer, STEPS)
 
 
 @pytest.mark.parametrize("run", [run_sft, run_dpo])
