@@ -7,13 +7,16 @@ a control that did not fail, then no verdict. A gate that cannot run here is lis
 from __future__ import annotations
 
 import argparse
+import gc
 import re
+import time
 import traceback
 from pathlib import Path
 
 import torch
 
-from nybble.gate import command
+from nybble.gate import command, record
+from nybble.gate.report import machine
 from nybble.gate.runner import Verdict
 from nybble.gate.training.needs import missing
 
@@ -28,30 +31,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if command.cuda_is_usable() else "cpu")
     parser.add_argument("--full", action="store_true", help="the sizes of records")
     parser.add_argument("--only", type=lambda text: text.split(","), metavar="NAME,...", help="these gates")
-    parser.add_argument("--records", type=Path, metavar="FOLDER", help="write <card>-gate-<name>.json and .md there")
+    parser.add_argument(
+        "--records", type=Path, metavar="FOLDER", help="write <card>-gate-<name> and <card>-gates-all there"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the gates, prints a line for each at the end, returns the worst exit code."""
     from nybble.gate import GATES
 
-    codes: dict[str, int] = {}
+    ran: dict[str, tuple[int, float]] = {}
     left_out: dict[str, str] = {}
+    started = time.monotonic()
     for name in options.only or [name for name in GATES if name != "all"]:
         why = unfit(name, options.device)
         if why is not None:
             left_out[name] = why
             continue
         print(f"\n=== {name}", flush=True)
-        codes[name] = run_one(name, options)
-    print("\n=== all gates")
-    for name, code in codes.items():
-        print(f"{name:<12} {code} {WORDS[code]}")
-    for name, why in left_out.items():
-        print(f"{name:<12} - not run: {why}")
-    code = worst(codes.values())
-    print(f"all: {WORDS[code]} (exit {code})")
+        begin = time.monotonic()
+        ran[name] = run_one(name, options), time.monotonic() - begin
+    code, seconds = worst(code for code, _ in ran.values()), time.monotonic() - started
+    lines = [f"{name:<12} {code} {WORDS[code]:<14} {took:6.1f} s" for name, (code, took) in ran.items()]
+    lines += [f"{name:<12} - not run: {why}" for name, why in left_out.items()]
+    lines.append(f"all: {WORDS[code]} (exit {code}, {seconds:.0f} s)")
+    print("\n=== all gates", *lines, sep="\n")
+    if options.records is not None:
+        write_summary(options, ran, left_out, code, seconds, lines)
     return code
+
+
+def write_summary(options, ran, left_out, code, seconds, lines) -> None:
+    """What the run says as a whole, as <card>-gates-all.json and .md."""
+    data = {
+        "gate": "all",
+        "question": "Is every gate that fits this machine green, in one process and one run?",
+        "verdict": code,
+        "meaning": WORDS[code],
+        "not_run": left_out,
+        "machine": machine(),
+        "seconds": seconds,
+        "results": [{"gate": name, "exit": code, "seconds": round(took, 1)} for name, (code, took) in ran.items()],
+    }
+    path = options.records / f"{card(options.device)}-gates-all"
+    record.write(path, data, text=lines, notes=[], arguments=options.arguments)
 
 
 def run_one(name: str, options: argparse.Namespace) -> int:
@@ -71,6 +94,7 @@ def run_one(name: str, options: argparse.Namespace) -> int:
         traceback.print_exc()
         return int(Verdict.NO_VERDICT)
     finally:
+        gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()
 

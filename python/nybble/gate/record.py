@@ -69,9 +69,10 @@ def provenance(arguments: Sequence[str]) -> dict[str, Any]:
 def without_record(arguments: Sequence[str]) -> list[str]:
     """The arguments without where the record went, which is nobody else's folder."""
     given = list(arguments)
-    if "--record" in given:
-        at = given.index("--record")
-        del given[at : at + 2]
+    for option in ("--record", "--records"):
+        if option in given:
+            at = given.index(option)
+            del given[at : at + 2]
     return given
 
 

@@ -1,5 +1,6 @@
 """`python -m nybble.gate all`: which gates run, and what their exit codes add up to."""
 
+import json
 import types
 
 import pytest
@@ -31,7 +32,7 @@ def test_the_exit_code_is_the_worst(monkeypatch, capsys, codes, worst):
     for index, code in enumerate(codes):
         monkeypatch.setitem(GATES, f"gate{index}", gate_with(code, []))
     assert main(["all", "--device", "cpu"]) == worst
-    assert f"(exit {worst})" in capsys.readouterr().out
+    assert f"(exit {worst}, " in capsys.readouterr().out
 
 
 def test_what_does_not_fit_is_listed_and_records_are_named_by_card(monkeypatch, capsys, tmp_path):
@@ -42,6 +43,10 @@ def test_what_does_not_fit_is_listed_and_records_are_named_by_card(monkeypatch, 
     assert [options.record for options in seen] == [str(tmp_path / "cpu-gate-numerics")]
     assert seen[0].arguments[0] == "numerics"
     assert "speed        - not run: times of a CPU step" in capsys.readouterr().out
+    whole = json.loads((tmp_path / "cpu-gates-all.json").read_text())
+    assert whole["results"][0]["gate"] == "numerics" and whole["verdict"] == 0 and "speed" in whole["not_run"]
+    page = (tmp_path / "cpu-gates-all.md").read_text()
+    assert "python -m nybble.gate all" in page and str(tmp_path) not in page
 
 
 def test_card_names(monkeypatch):
