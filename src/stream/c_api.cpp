@@ -31,6 +31,13 @@ T& require(T* pointer, const char* name) {
   return *pointer;
 }
 
+// A handle is made once its place is known to be there: `*place = new T` would make it before it looks.
+template <typename T, typename MAKE>
+void hand_over(T** place, const char* name, MAKE make) {
+  require(place, name);
+  *place = new T(make());
+}
+
 void require_count(int32_t count, const char* name) {
   if (count < 0) fail(ErrorKind::kValue, name, " is ", count, ", expected none below 0");
 }
@@ -124,19 +131,19 @@ int nybble_verify_owner(int64_t uid, const void* const* pointers, int32_t count)
 }
 
 int nybble_arena_new(nybble_arena** arena) {
-  return run_recorded([&] { require(arena, "arena") = new nybble_arena{std::make_shared<HostArena>()}; });
+  return run_recorded([&] { hand_over(arena, "arena", [] { return nybble_arena{std::make_shared<HostArena>()}; }); });
 }
 int nybble_arena_new_shared(nybble_arena** arena, int32_t* file) {
   return run_recorded([&] {
     require(file, "file");
-    require(arena, "arena") = new nybble_arena{HostArena::shared()};
+    hand_over(arena, "arena", [] { return nybble_arena{HostArena::shared()}; });
     *file = (*arena)->arena->shared_file();
   });
 }
 int nybble_arena_attach(int32_t file, nybble_arena** arena) {
   return run_recorded([&] {
     if (file < 0) fail(ErrorKind::kValue, "file is ", file, ", expected an open descriptor");
-    require(arena, "arena") = new nybble_arena{HostArena::attach(file)};
+    hand_over(arena, "arena", [&] { return nybble_arena{HostArena::attach(file)}; });
   });
 }
 void nybble_arena_free(nybble_arena* arena) { delete arena; }
@@ -163,7 +170,7 @@ int nybble_arena_fill(nybble_arena* arena, int32_t layer, int32_t part, int64_t 
 int nybble_checkpoint_open(const char* path, nybble_checkpoint** checkpoint) {
   return run_recorded([&] {
     require(path, "path");
-    require(checkpoint, "checkpoint") = new nybble_checkpoint{Checkpoint(path)};
+    hand_over(checkpoint, "checkpoint", [&] { return nybble_checkpoint{Checkpoint(path)}; });
   });
 }
 void nybble_checkpoint_close(nybble_checkpoint* checkpoint) { delete checkpoint; }
@@ -209,7 +216,9 @@ int nybble_ring_new(nybble_arena* arena, const int64_t* uids, void* const* slots
     require_count(window, "window");
     require(uids, "uids");
     require(slots, "slots");
-    require(ring, "ring") = new nybble_ring{host, make_ring(*host, uids, slots, window, slot_bytes, require(options, "options"))};
+    hand_over(ring, "ring", [&] {
+      return nybble_ring{host, make_ring(*host, uids, slots, window, slot_bytes, require(options, "options"))};
+    });
   });
 }
 void nybble_ring_free(nybble_ring* ring) { delete ring; }
