@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`make bench`: every harness that fits this machine, one after another, and one table last.
+"""`make bench`: every harness that times something and fits this machine, one after another, and one table last.
 
     python benchmarks/harness/run_all.py [--only NAME,...] [--out FOLDER] [--seconds S] [--list]
 
@@ -77,21 +77,8 @@ def script(name: str, *arguments: str) -> list[str]:
     return [str(HERE / name), *arguments]
 
 
-def stress_program(machine: Machine) -> pathlib.Path:
-    return machine.build / "tests" / "cpp" / "stress" / "linear_stress"
-
-
 HARNESSES = (
-    Harness(
-        "cpu-linear",
-        150,
-        lambda m, out: script("cpu_linear.py", "--shapes", "4096x4096", "--rows", "1,32", "--grad-rows", "1"),
-        lambda m: m.lacks("bitsandbytes"),
-    ),
     Harness("visit-cost", 60, lambda m, out: script("visit_cost.py", "--rounds", "5"), lambda m: ""),
-    Harness(
-        "aliasing", 180, lambda m, out: script("aliasing.py", "--device", "cuda" if m.gpu else "cpu"), lambda m: ""
-    ),
     Harness(
         "codec",
         60,
@@ -115,12 +102,6 @@ HARNESSES = (
         lambda m: "h200-linear measures more" if needs_h200(m) == "" else "",
     ),
     Harness(
-        "portable-check",
-        60,
-        lambda m, out: script("portable_check.py", str(portable_library(m)), "--seconds", "20"),
-        needs_portable,
-    ),
-    Harness(
         "portable-time",
         90,
         lambda m, out: script("portable_time.py", str(portable_library(m)), "--seconds", "40"),
@@ -133,11 +114,10 @@ HARNESSES = (
         lambda m: needs_h200(m).split(";")[0] or m.lacks("transformers", "peft", "bitsandbytes"),
     ),
     Harness(
-        "stress",
-        60,
-        lambda m, out: [str(stress_program(m)), "--cases", "10000"],
-        lambda m: needs_gpu(m) or ("" if stress_program(m).exists() else "linear_stress is not built"),
-        program=True,
+        "cpu-linear",
+        150,
+        lambda m, out: script("cpu_linear.py", "--shapes", "4096x4096", "--rows", "1,32", "--grad-rows", "1"),
+        lambda m: m.lacks("bitsandbytes"),
     ),
 )
 
