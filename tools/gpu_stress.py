@@ -84,6 +84,12 @@ def green(title, binary, limit, **options):
     return dict(arm=title, ok=code == 0, code=code, seconds=seconds, text=text)
 
 
+def show(cell):
+    delays = f"{cell['delay_odds']}, {cell['delay_ns']}" if "delay_odds" in cell else ""
+    caught = cell["caught"] or "NOT CAUGHT"
+    print(f"{cell['fault']:17s} {cell['kernels']:11s} {caught:13s} {cell['seconds']:5.1f}  {delays}", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("product", type=pathlib.Path)
@@ -107,14 +113,11 @@ def main():
         wanted, only = arguments.kernels.split(","), arguments.only.split(",") if arguments.only else FAULTS
         cells = [(fault, kernels) for fault in only for kernels in FAULTS[fault] if kernels in wanted]
         with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-            results = list(pool.map(lambda cell: hunt(arguments.faults, *cell, arguments.limit), cells))
-        record["faults"] = results
-        print(f"{'fault':17s} {'kernels':11s} {'caught by':13s} {'s':>5s}  delays (one in, ns)")
-        for r in results:
-            delays = f"{r['delay_odds']}, {r['delay_ns']}" if "delay_odds" in r else ""
-            print(
-                f"{r['fault']:17s} {r['kernels']:11s} {r['caught'] or 'NOT CAUGHT':13s} {r['seconds']:5.1f}  {delays}"
-            )
+            hunts = [pool.submit(hunt, arguments.faults, *cell, arguments.limit) for cell in cells]
+            print(f"{'fault':17s} {'kernels':11s} {'caught by':13s} {'s':>5s}  delays (one in, ns)")
+            for done in concurrent.futures.as_completed(hunts):
+                show(done.result())
+        record["faults"] = [done.result() for done in hunts]
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0 if all(row["ok"] for row in record["green"] + record["faults"]) else 1

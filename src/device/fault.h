@@ -34,12 +34,12 @@ enum class Fault : unsigned {
   kNoGridWait,      // a kernel that was started early does not wait for the kernel before it
   kCopyNotAwaited,  // results of cp.async are read without waiting
   kArrivalOrder,    // partial sums are added in an order that the clock picks, as atomics would add them
-  kSegmentBarrier,  // no fault but one barrier more: loads whose results nobody uses end before their source is refilled, for racecheck
+  kForRacecheck,    // no fault, but what racecheck can follow: a barrier behind loads that nobody uses, arrivals of every lane
   kSumsNotAwaited,  // sums of other warps are read from shared memory without the barrier
 };
 constexpr const char* kNames[] = {"no_proxy_fence",   "released_unread", "released_early",   "wrong_parity",
                                   "peer_not_awaited", "flag_not_reset",  "flag_not_cleared", "no_grid_wait",
-                                  "copy_not_awaited", "arrival_order",   "segment_barrier",  "sums_not_awaited"};
+                                  "copy_not_awaited", "arrival_order",   "for_racecheck",    "sums_not_awaited"};
 
 // faults: bit i is Fault i. One visit of a place in delay_odds sleeps, up to delay_ns; odds 0: none.
 struct Switches {

@@ -74,11 +74,12 @@ struct RowsBarriers {
   __device__ uint32_t empty_w(int slot) const { return base + 8 * (3 * TILE::SLOTS + slot); }
 
   __device__ void init() const {
+    const int arrivals = NYBBLE_FAULT(kForRacecheck) ? 32 : 1;  // of a warp
     for (int s = 0; s < TILE::SLOTS; s++) {
       barrier_init(full_x(s), 1);
       barrier_init(empty_x(s), 4);
-      barrier_init(full_w(s), 3);   // packed bytes, two warps of scales
-      barrier_init(empty_w(s), 8);  // consumer warps
+      barrier_init(full_w(s), 1 + 2 * arrivals);  // packed bytes, two warps of scales
+      barrier_init(empty_w(s), 8 * arrivals);     // consumer warps
     }
     barrier_init_fence();
   }
@@ -176,7 +177,7 @@ struct RowsProducer {
     store_shared_u32(scale_place(slot, entry), __float_as_uint(first));
     store_shared_u32(scale_place(slot, entry) + TILE::SCALE_BYTES / 2, __float_as_uint(second));
     __syncwarp();
-    if (lane == 0) barrier_arrive(barriers.full_w(slot));
+    if (lane == 0 || NYBBLE_FAULT(kForRacecheck)) barrier_arrive(barriers.full_w(slot));
   }
   __device__ __forceinline__ float code_value(uint32_t code) const { return load_shared_f32(smem + TILE::CODE_VALUES_OFFSET + code * 4); }
 
@@ -399,7 +400,7 @@ struct RowsConsumer : Output<DIRECTION, T, TILE> {
 
   __device__ __forceinline__ void release_w(int slot) const {
     __syncwarp();
-    if ((thread & 31) == 0) barrier_arrive(barriers.empty_w(slot));
+    if ((thread & 31) == 0 || NYBBLE_FAULT(kForRacecheck)) barrier_arrive(barriers.empty_w(slot));
   }
   __device__ __forceinline__ void release_x(int slot) const {
     if (!leader()) return;

@@ -417,7 +417,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm) portable_kernel(co
     const Segment done = schedule.segments[slot];
     slot ^= 1;
     const bool more = schedule.segments[slot].begin >= 0;
-    if (NYBBLE_FAULT(kSegmentBarrier)) __syncthreads();
+    if (NYBBLE_FAULT(kForRacecheck)) __syncthreads();
     if (more) start_segment<C>(p, schedule.segments[slot], x, w, group);
     const int thread = device::reread_thread_index();
     if (!hand_over<C>(p, done, sums, thread)) store_tile<C>(p, done, sums, thread);
