@@ -178,7 +178,8 @@ def write_record(options, repeats: dict[Arm, Repeats], code: int) -> None:
     words = [a for a in sys.argv[1:] if a not in ("--record", str(options.record), "--commit", options.commit)]
     command = " ".join(["step_repeats.py", *words])
     record = {"device": device, "command": command, "commit": options.commit, "torch": info["torch"], "verdict": code}
-    record |= {"shape": options.shape, "tokens": options.tokens, "steady_runs": STEADY_RUNS, "lenient": options.lenient}
+    record |= {"shape": options.shape, "layers": options.layers or SHAPES[options.shape]["layers"]}
+    record |= {"tokens": options.tokens, "steady_runs": STEADY_RUNS, "lenient": options.lenient}
     record |= {"cublas_workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG")}
     record["rows"] = [dataclasses.asdict(arm) | dataclasses.asdict(found) for arm, found in repeats.items()]
     options.record.parent.mkdir(parents=True, exist_ok=True)
@@ -197,6 +198,7 @@ def names(text: str) -> list[str]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8b-16", choices=sorted(SHAPES))
+    parser.add_argument("--layers", type=int, help="of the shape; all of it when left out")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--runs", type=int, default=STEADY_RUNS, help="repeats of each arm after its first run")
     parser.add_argument("--device", default="cuda")
@@ -227,7 +229,8 @@ def main(argv: list[str] | None = None) -> int:
         and arm.attention in options.attention
         and ("reentrant" if arm.reentrant else "plain") in options.checkpoint
     ]
-    shape, device = SHAPES[options.shape], torch.device(options.device)
+    shape, device = dict(SHAPES[options.shape]), torch.device(options.device)
+    shape["layers"] = options.layers or shape["layers"]
     models = make_models(shape, device, options.trace)
     print(f"models after {time.monotonic() - end + options.seconds:.0f} s", flush=True)
     rows = max(1, options.tokens // TOKENS_A_ROW)
