@@ -172,26 +172,38 @@ class Report:
 
 def compare(got: list[dict[str, torch.Tensor]], want: list[dict[str, torch.Tensor]]) -> tuple[list[float], int]:
     """(largest difference by part, number of tensors compared). A name that one side lacks is a difference."""
-    differences, compared = [], 0
+    found, places, pairs = [], [], []
     for part in range(max(len(got), len(want))):
         left = got[part] if part < len(got) else {}
         right = want[part] if part < len(want) else {}
-        worst = 0.0 if left.keys() == right.keys() else float("inf")
+        found.append(0.0 if left.keys() == right.keys() else float("inf"))
         for name in left.keys() & right.keys():
-            worst = max(worst, difference(left[name], right[name]))
-            compared += 1
-        differences.append(worst)
-    return differences, compared
+            places.append(part)
+            pairs.append((left[name], right[name]))
+    for part, value in zip(places, differences(pairs), strict=True):
+        found[part] = max(found[part], value)
+    return found, len(pairs)
 
 
-def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """0.0 only where shape, dtype and every value agree and none is NaN."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return float("inf")
-    if torch.equal(a, b):
-        return 0.0
-    largest = (a.double() - b.double()).abs().max().item()
-    return largest if largest == largest and largest > 0 else float("inf")
+def differences(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    """Of each pair max |a - b|: 0.0 only where shape, dtype and every value agree and none is NaN. The device is waited
+    for once or twice, however many pairs there are.
+    """
+    found = [0.0 if a.shape == b.shape and a.dtype == b.dtype else float("inf") for a, b in pairs]
+    alike = [i for i, value in enumerate(found) if value == 0]
+    apart = read([(pairs[i][0] != pairs[i][1]).any() for i in alike])
+    unequal = [i for i, other in zip(alike, apart, strict=True) if other]
+    largest = read([(pairs[i][0].double() - pairs[i][1].double()).abs().max() for i in unequal])
+    for i, value in zip(unequal, largest, strict=True):
+        found[i] = value if value == value and value > 0 else float("inf")
+    return found
+
+
+def read(scalars: list[torch.Tensor]) -> list:
+    """Their values, from one device in one transfer."""
+    if len({value.device for value in scalars}) == 1:
+        return torch.stack(scalars).tolist()
+    return [value.item() for value in scalars]
 
 
 def run_gate(gate: Gate, *, repeats: int = 1, algorithms: str = "error") -> Report:
@@ -225,20 +237,20 @@ def a_against_a(first: Outcome, second: Outcome, parts: int, where: str) -> list
         return [f"reference of {where} raised: {first.raised or second.raised}"]
     faults = []
     for direction in ("forward", "backward"):
-        differences, compared = compare(getattr(first, direction), getattr(second, direction))
-        if compared == 0 or len(differences) != parts or not all(getattr(first, direction)):
+        found, compared = compare(getattr(first, direction), getattr(second, direction))
+        if compared == 0 or len(found) != parts or not all(getattr(first, direction)):
             faults.append(
-                f"reference of {where}: {compared} {direction} tensors in {len(differences)} parts, expected {parts}"
+                f"reference of {where}: {compared} {direction} tensors in {len(found)} parts, expected {parts}"
             )
-        if any(differences):
+        if any(found):
             faults.append(
-                f"reference of {where} is not repeatable: {direction} differs from itself by {max(differences):.3e}"
+                f"reference of {where} is not repeatable: {direction} differs from itself by {max(found):.3e}"
             )
-        if not all(bool(value.any()) for part in getattr(first, direction) for value in part.values()):
+        if not all(read([value.any() for part in getattr(first, direction) for value in part.values()])):
             faults.append(
                 f"reference of {where}: a {direction} tensor is all zero, which equals any other failure to compute it"
             )
-    if not all(bool(value.any()) for value in first.nonzero):
+    if not all(read([value.any() for value in first.nonzero])):
         faults.append(f"reference of {where}: a tensor that must not be zero (LoRA B) is zero")
     return faults
 

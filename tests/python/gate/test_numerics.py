@@ -11,7 +11,7 @@ from nybble.gate.dispatch import Plan, both_sides, boundaries, plan_of
 from nybble.gate.multiply import random_weight
 from nybble.gate.numerics.gate import NumericsGate, Sizes, thinned
 from nybble.gate.numerics.kernels import of_path
-from nybble.gate.numerics.measures import difference, half_ulp, ordered, relative_error, sum_excess
+from nybble.gate.numerics.measures import difference, half_ulp, ordered, relative_error, sum_excess, sums_in_fp32
 from nybble.gate.runner import Verdict
 
 SMALL = ["numerics", "--device", "cpu", "--shapes", "65x99", "--largest", "9"]
@@ -117,3 +117,12 @@ def test_kernel_names_tell_the_paths_apart():
     assert of_path(name, "small_m", "forward") and not of_path(name, "hopper", "forward")
     assert of_path("void nybble::row::row_grad<4>(...)", "row", "grad_input")
     assert not of_path("void nybble::row::row_sum(...)", "row", "grad_input")
+
+
+def test_the_reference_adds_split_sums_in_fp32_and_the_setting_comes_back():
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_bf16_reduced_precision_reduction
+    with sums_in_fp32():
+        assert flags.allow_bf16_reduced_precision_reduction is False
+        assert flags.allow_fp16_reduced_precision_reduction is False
+    assert flags.allow_bf16_reduced_precision_reduction == before

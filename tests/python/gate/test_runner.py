@@ -12,7 +12,7 @@ from nybble.gate.runner import (
     Outcome,
     Verdict,
     compare,
-    difference,
+    differences,
     repeatable_algorithms,
     run_gate,
 )
@@ -237,12 +237,11 @@ def test_one_bad_backward_among_the_good_ones_of_a_run_counts():
 
 
 def test_difference_is_zero_only_for_equal_bits_without_nan():
-    one = torch.ones(3)
-    assert difference(one, one.clone()) == 0
-    assert difference(one, one + 2**-20) > 0
-    assert difference(one, one.double()) == float("inf")
-    assert difference(one, torch.ones(4)) == float("inf")
-    assert difference(torch.tensor([float("nan")]), torch.tensor([float("nan")])) == float("inf")
+    one, nan, inf = torch.ones(3), torch.tensor([float("nan")]), float("inf")
+    others = [one.clone(), one + 2**-20, one.double(), torch.ones(4), one * 3]
+    assert differences([(one, other) for other in others]) == [0.0, 2**-20, inf, inf, 2.0]
+    assert differences([(nan, nan), (one[:0], one[:0]), (-0.0 * one, 0.0 * one)]) == [inf, 0.0, 0.0]
+    assert differences([]) == []
     assert compare([{"a": one}], [{"a": one}, {"a": one}]) == ([0.0, float("inf")], 1)
 
 

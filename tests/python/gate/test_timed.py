@@ -31,7 +31,7 @@ def made_up(gate, monkeypatch, train=False, **ms):
     """The gate's report with these milliseconds; with made-up training too, unless train."""
     times = {DEQUANT: 100.0, FUSED: 95.0, DENSE: 90.0, "streamed": 95.0, "resident": 95.0} | STEP_MS | ms
 
-    def turns(calls, rounds, device, seed=0):
+    def turns(calls, rounds, device, seed=0, warm=None):
         seconds = {name: [times.get(name, 100.0) * (1 + 0.001 * i) for i in range(rounds)] for name in calls}
         return Turns(seconds, seconds, {name: [] for name in calls})
 
@@ -166,3 +166,16 @@ def test_every_way_not_to_have_trained(proof, words):
 
 def test_proof_of_real_training():
     assert Proof([torch.tensor(1.0)] * 2, [torch.tensor(2.0), torch.tensor(1.9)], 1e-3).fault() is None
+
+
+def test_every_turn_follows_an_untimed_step_of_its_arm():
+    acted = []
+    arms, warm = (
+        {name: lambda name=name, kind=kind: acted.append((kind, name)) for name in "ab"} for kind in ("timed", "warm")
+    )
+    turns = timing.take_turns(arms, 3, torch.device("cpu"), warm=warm)
+    assert [len(turns.seconds[name]) for name in "ab"] == [3, 3] and len(acted) == 12
+    assert all(acted[i][0] == "warm" and acted[i + 1] == ("timed", acted[i][1]) for i in range(0, 12, 2))
+    acted.clear()
+    timing.take_turns(arms, 1, torch.device("cpu"))
+    assert sorted(acted[:2]) == [("timed", "a"), ("timed", "b")] and len(acted) == 4

@@ -84,6 +84,7 @@ class AliasingGate:
         self.parts = self.sizes.layers
         self.backwards = backwards  # steps of a run, on one ring
         self._bases: dict[Hashable, Base] = {}
+        self._parameters: dict[Stack, Parameters] = {}
 
     def runs(self, arm: AliasingArm, cell: Cell) -> bool:
         """A reentrant checkpoint recomputes before it reads: nothing can break there, so the controls stay away. A
@@ -126,7 +127,7 @@ class AliasingGate:
     def _run(self, arm: AliasingArm, cell: Cell, steps: int) -> list[Outcome]:
         """Steps on one ring, until one of them dies."""
         ring = SlotRing(self._base(arm, cell), cell, checks=arm.checks)
-        parameters = make_parameters(cell, self.sizes, device=self.device, dtype=torch.bfloat16)
+        parameters = self._parameters_of(cell)
         outcomes: list[Outcome] = []
         try:
             while len(outcomes) < steps and not (outcomes and outcomes[-1].raised):
@@ -147,6 +148,13 @@ class AliasingGate:
         gradients[0] = {**gradients[0], "input": step.input_gradient}
         launches = None if before is None else moved(before, nybble.path_counters())
         return Outcome([{"y": y} for y in step.outputs], gradients, parameters.must_be_nonzero, launches)
+
+    def _parameters_of(self, cell: Cell) -> Parameters:
+        """No step changes them, so every run of a stack has the same."""
+        if cell.stack not in self._parameters:
+            made = make_parameters(cell, self.sizes, device=self.device, dtype=torch.bfloat16)
+            self._parameters[cell.stack] = made
+        return self._parameters[cell.stack]
 
     def layer_mib(self) -> dict[str, float]:
         """Bytes of a packed layer that were streamed, by kind of stack."""

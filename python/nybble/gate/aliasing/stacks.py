@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +48,11 @@ class Parameters:
     by_layer: list[dict[str, torch.Tensor]]
     must_be_nonzero: list[torch.Tensor] = field(default_factory=list)
 
+    def forget(self) -> None:
+        """Drops the gradients of the last step."""
+        for value in (value for own in self.by_layer for value in own.values()):
+            value.grad = None
+
 
 def make_parameters(cell: Cell, sizes: Sizes, *, device: torch.device, dtype: torch.dtype, seed: int = 1) -> Parameters:
     """A scale per input feature (linear), or LoRA A and B of every adapted weight.
@@ -74,6 +80,12 @@ def make_parameters(cell: Cell, sizes: Sizes, *, device: torch.device, dtype: to
     return result
 
 
+@functools.cache
+def first_input(tokens: int, dim: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """What every step of every arm begins with. Kept on the device, which no copy has to wait for then."""
+    return torch.randn(tokens, dim, generator=torch.Generator().manual_seed(2)).to(device, dtype)
+
+
 @dataclass
 class Step:
     """What one forward and backward left behind."""
@@ -94,11 +106,9 @@ class StreamedModel:
     def step(self, parameters: Parameters) -> Step:
         """One forward and one backward. Raises what the multiply raises."""
         region = self.llama_layer if self.cell.is_llama else self.linear_layer
-        generator = torch.Generator().manual_seed(2)
-        x = torch.randn(self.sizes.tokens, self.sizes.dim, generator=generator)
-        for value in (value for own in parameters.by_layer for value in own.values()):
-            value.grad = None
-        entry = x = x.to(self.ring.base.device, self.ring.base.dtype).requires_grad_(True)
+        parameters.forget()
+        base = self.ring.base
+        entry = x = first_input(self.sizes.tokens, self.sizes.dim, base.device, base.dtype).clone().requires_grad_(True)
         outputs = []
         with set_checkpoint_early_stop(self.cell.mode is not Mode.NO_EARLY_STOP):  # read when a region is entered
             for index, own in enumerate(parameters.by_layer):

@@ -8,6 +8,7 @@ import dataclasses
 from nybble.gate import command
 from nybble.gate.checks import Row, run_checks
 from nybble.gate.numerics.gate import NumericsGate, Sizes
+from nybble.gate.numerics.measures import sums_in_fp32
 from nybble.gate.runner import Report
 from nybble.gate.sabotage import cured_controls, faulty_product, nothing_compared
 
@@ -56,7 +57,8 @@ def run(options: argparse.Namespace) -> int:
     sizes = dataclasses.replace(sizes, shapes=options.shapes or sizes.shapes, largest=options.largest or sizes.largest)
     gate = NumericsGate(options.device, sizes, options.seed)
     command.sabotage(gate, options.sabotage, SABOTAGES)
-    report = run_checks(gate)
+    with sums_in_fp32():
+        report = run_checks(gate)
     return command.finish(report, options, lines=table(report))
 
 

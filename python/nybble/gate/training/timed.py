@@ -101,22 +101,22 @@ class TimedGate(CheckGate):
             return Timed(timing.Turns({}, {}, {}), {}, {}, {}, {})
         trainees: dict[int, Trainee] = {}
         calls: dict[str, Callable[[], None]] = {}
+        warm: dict[str, Callable[[], None]] = {}
         peaks, steps, proofs = {}, {}, {}
         for arm in arms:
             model = self.select(arm)
             trainee = trainees.setdefault(id(model), Trainee(model, self.ids(cell.tokens)))
             trainee.prove(arm.name, arm.act, 1)
-            peaks[arm.name] = self.peak(model, lambda t=trainee, a=arm: t.prove(a.name, a.act, PROOF_STEPS))
-            proofs[arm.name] = trainee.proofs[arm.name]
-            timing.synchronize(self.device)
             start = time.perf_counter()
-            arm.act(trainee, arm.name, 1)
-            timing.synchronize(self.device)
-            steps[arm.name] = max(1, math.ceil(self.sizes.round_seconds / (time.perf_counter() - start)))
+            peaks[arm.name] = self.peak(model, lambda t=trainee, a=arm: t.prove(a.name, a.act, PROOF_STEPS))
+            seconds = (time.perf_counter() - start) / PROOF_STEPS
+            proofs[arm.name] = trainee.proofs[arm.name]
+            steps[arm.name] = max(1, math.ceil(self.sizes.round_seconds / seconds))
             calls[arm.name] = lambda a=arm, t=trainee: (self.select(a), a.act(t, a.name, steps[a.name]))
+            warm[arm.name] = lambda a=arm, t=trainee: (self.select(a), a.act(t, a.name, 1))
         samples = telemetry.Samples() if self.device.type == "cuda" else None
         try:
-            turns = timing.take_turns(calls, self.sizes.rounds, self.device, self.seed)
+            turns = timing.take_turns(calls, self.sizes.rounds, self.device, self.seed, warm)
         finally:
             if samples is not None:
                 samples.stop()

@@ -36,12 +36,19 @@ class Turns:
     spans: dict[str, list[tuple[float, float]]]
 
 
-def take_turns(arms: dict[str, Callable[[], None]], rounds: int, device: torch.device, seed: int = 0) -> Turns:
-    """Runs every arm once a round, in an order that is shuffled anew for each, after one round that does not count.
-    Python's garbage is collected between rounds only: a collection takes as long as some steps.
+def take_turns(
+    arms: dict[str, Callable[[], None]],
+    rounds: int,
+    device: torch.device,
+    seed: int = 0,
+    warm: dict[str, Callable[[], None]] | None = None,
+) -> Turns:
+    """Runs every arm once a round, in an order that is shuffled anew for each. warm: what an arm does right before its
+    turn, untimed: a card that has idled or did something else runs at another clock for a while. Without it, one round
+    does not count. Python's garbage is collected between rounds only: a collection takes as long as some steps.
     """
     order, shuffle = list(arms), random.Random(seed)
-    for name in order:
+    for name in order if warm is None else ():
         arms[name]()
     turns = Turns(*({name: [] for name in arms} for _ in range(3)))
     collecting = gc.isenabled()
@@ -51,6 +58,8 @@ def take_turns(arms: dict[str, Callable[[], None]], rounds: int, device: torch.d
             gc.collect()
             shuffle.shuffle(order)
             for name in order:
+                if warm is not None:
+                    warm[name]()
                 take_turn(turns, name, arms[name], device)
     finally:
         if collecting:
