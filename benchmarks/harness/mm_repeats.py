@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Do torch's own operations of a LoRA step repeat their bits on a GPU? None of our code runs here.
 
-    python benchmarks/harness/mm_repeats.py [--tokens 512,2048,4096,8192] [--repeats 2000] [--lenient] [--json FILE]
+    python benchmarks/harness/mm_repeats.py [--tokens 512,2048,4096,8192] [--repeats 1000] [--lenient] [--json FILE]
+    python benchmarks/harness/mm_repeats.py --record h200-torch-repeats --merge A.json B.json       one record of both
 
 The multiplies of a rank-16 LoRA around 8B projections (h = x A^T, its two gradients and B's), and the backward of SDPA,
 each with the same operands again and again, every result compared with the first. Torch is told to repeat where it can;
@@ -75,14 +76,39 @@ def repeat(call, repeats: int) -> tuple[int, int]:
     return int(differing), int(worst)
 
 
+def merge(record: pathlib.Path, paths: list[pathlib.Path]) -> int:
+    """Runs of both settings on one page."""
+    runs = [json.loads(path.read_text()) for path in paths]
+    record.with_suffix(".json").write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+    lines = [f"# Whether torch's own operations of a LoRA step repeat their bits, {runs[0]['device']}", ""]
+    lines += [
+        f"`benchmarks/harness/mm_repeats.py --repeats {runs[0]['repeats']}`, with `--lenient` and without; torch "
+        f"{runs[0]['torch']}. None of our code runs in it.",
+        "",
+    ]
+    for run in runs:
+        setting = "only warns" if run["lenient"] else "has to repeat"
+        wrong = [row for row in run["rows"] if row["differing"]]
+        lines.append(f"* Torch {setting}: {len(run['rows']) - len(wrong)} of {len(run['rows'])} operations repeat.")
+        for row in wrong:
+            worst = f"{row['elements']} elements in the worst"
+            lines.append(f"  * {row['operation']}: {row['differing']} results differ from the first, {worst}")
+    record.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="512,2048,4096,8192")
-    parser.add_argument("--repeats", type=int, default=2000)
+    parser.add_argument("--repeats", type=int, default=1000)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--lenient", action="store_true")
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--record", type=pathlib.Path, help="writes this name with .json and .md, of --merge's files")
+    parser.add_argument("--merge", type=pathlib.Path, nargs="+", metavar="JSON", help="run nothing")
     options = parser.parse_args(argv)
+    if options.merge:
+        return merge(options.record, options.merge)
     if not options.lenient:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -103,7 +129,8 @@ def main(argv: list[str] | None = None) -> int:
         f"{len(rows)} operations, {options.repeats} repeats each, SDPA a tenth: {len(wrong)} do not repeat their bits"
     )
     if options.json:
-        record = {"torch": torch.__version__, "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG")}
+        name = torch.cuda.get_device_name() if device.type == "cuda" else options.device
+        record = {"device": name, "torch": torch.__version__, "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG")}
         record |= {"lenient": options.lenient, "repeats": options.repeats, "rows": rows}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 1 if wrong else 0

@@ -103,6 +103,20 @@ def test_torchs_own_operations_repeat_on_a_cpu_and_one_that_does_not_is_counted(
     assert "spoilt: 1 results differ, 2 elements in the worst" in capsys.readouterr().out
 
 
+def test_runs_of_both_settings_share_a_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(mm_repeats, "SIDES", (64,))
+    arguments, files = (
+        ["--device", "cpu", "--tokens", "32", "--repeats", "10"],
+        [tmp_path / "a.json", tmp_path / "b.json"],
+    )
+    assert mm_repeats.main([*arguments, "--lenient", "--json", str(files[0])]) == 0
+    assert mm_repeats.main([*arguments, "--json", str(files[1])]) == 0
+    assert mm_repeats.main(["--record", str(tmp_path / "both"), "--merge", *map(str, files)]) == 0
+    page = (tmp_path / "both.md").read_text()
+    assert "Torch only warns: 7 of 7 operations repeat." in page
+    assert "Torch has to repeat: 7 of 7 operations repeat." in page
+
+
 def test_torch_keeps_its_setting():
     before = torch.are_deterministic_algorithms_enabled()
     with step_repeats.deterministic():
