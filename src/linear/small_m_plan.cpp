@@ -49,9 +49,9 @@ Work cut(const LinearProblem& p, int sm_count) {
   Work w = uncut(p);
   const int total = w.tiles * w.units;
   w.ctas = std::min(std::max(1, sm_count), total);
-  // As many CTAs for each tile where that makes no CTA's run longer: fewer pieces to add. grad_x of 17 to 64 tokens: also where runs become
+  // As many CTAs for each tile where that makes no CTA's run longer: fewer pieces to add. grad_x of 9 to 64 tokens: also where runs become
   // up to 8/7 as long. H200, 4096 x 14336 and 27648 x 5120: 4 to 9% faster so; at 128 tokens 1% slower.
-  const bool longer = !forward(p) && p.m > 16 && p.m <= 64;
+  const bool longer = !forward(p) && p.m > 8 && p.m <= 64;
   const int pieces = std::min(w.ctas / w.tiles, w.units);
   if (pieces >= 1 && 7 * ceil_div(w.units, pieces) <= (longer ? 8 : 7) * ceil_div(total, w.ctas)) w.ctas = w.tiles * pieces;
   // A few CTAs less where the workspace then holds for all m.
