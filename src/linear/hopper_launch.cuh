@@ -43,6 +43,7 @@ template <Direction DIRECTION, typename T>
 void launch_tile(const Launch& l) {
   switch (hopper_tile(l.plan.variant)) {
     case HopperTile::kRows256:
+    case HopperTile::kRows192:
     case HopperTile::kRows128:
     case HopperTile::kRows64:
       return launch_rows<DIRECTION, T>(l);

@@ -159,9 +159,9 @@ struct Output {
     }
   }
 
-  // All sums of a block, with the loads of up to 16 under way.
+  // All sums of a block, with the loads of 8 or 16 under way.
   __device__ __forceinline__ void add_block(int block) {
-    constexpr int COUNT = TILE::TOKENS / 8, AT_ONCE = COUNT < 16 ? COUNT : 16;
+    constexpr int COUNT = TILE::TOKENS / 8, AT_ONCE = COUNT % 16 == 0 ? 16 : 8;
     const float4* from = partials_of(block);
 #pragma unroll
     for (int start = 0; start < COUNT; start += AT_ONCE) {

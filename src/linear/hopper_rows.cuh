@@ -60,6 +60,7 @@ struct RowsTile {
 };
 
 using Rows256 = RowsTile<256, 1>;
+using Rows192 = RowsTile<192, 1>;
 using Rows128 = RowsTile<128, 2>;
 using Rows64 = RowsTile<64, 2>;
 

@@ -10,6 +10,7 @@ template <Direction DIRECTION, typename T>
 void launch_rows(const Launch& l) {
   const HopperTile tile = hopper_tile(l.plan.variant);
   if (tile == HopperTile::kRows256) return launch_kernel<multiply_rows<DIRECTION, T, Rows256>, T, Rows256>(l);
+  if (tile == HopperTile::kRows192) return launch_kernel<multiply_rows<DIRECTION, T, Rows192>, T, Rows192>(l);
   if (tile == HopperTile::kRows128) return launch_kernel<multiply_rows<DIRECTION, T, Rows128>, T, Rows128>(l);
   return launch_kernel<multiply_rows<DIRECTION, T, Rows64>, T, Rows64>(l);
 }
