@@ -32,7 +32,7 @@ def made_up(gate, monkeypatch, train=False, **ms):
     times = {DEQUANT: 100.0, FUSED: 95.0, DENSE: 90.0, "streamed": 95.0, "resident": 95.0} | STEP_MS | ms
 
     def turns(calls, rounds, device, seed=0, warm=None):
-        seconds = {name: [times.get(name, 100.0) * (1 + 0.001 * i) for i in range(rounds)] for name in calls}
+        seconds = {name: [times.get(name, 100.0) * (1 + 0.001 * i) for i in range(rounds.count)] for name in calls}
         return Turns(seconds, seconds, {name: [] for name in calls})
 
     def steps(self, arm, count, weight=1.0):
@@ -173,9 +173,22 @@ def test_every_turn_follows_an_untimed_step_of_its_arm():
     arms, warm = (
         {name: lambda name=name, kind=kind: acted.append((kind, name)) for name in "ab"} for kind in ("timed", "warm")
     )
-    turns = timing.take_turns(arms, 3, torch.device("cpu"), warm=warm)
+    turns = timing.take_turns(arms, timing.Rounds(3), torch.device("cpu"), warm=warm)
     assert [len(turns.seconds[name]) for name in "ab"] == [3, 3] and len(acted) == 12
     assert all(acted[i][0] == "warm" and acted[i + 1] == ("timed", acted[i][1]) for i in range(0, 12, 2))
     acted.clear()
-    timing.take_turns(arms, 1, torch.device("cpu"))
+    timing.take_turns(arms, timing.Rounds(1), torch.device("cpu"))
     assert sorted(acted[:2]) == [("timed", "a"), ("timed", "b")] and len(acted) == 4
+
+
+@pytest.mark.parametrize(("noisy", "taken"), [(0, 5), (3, 8), (100, 12)])
+def test_rounds_go_on_until_the_last_ones_are_steady_and_no_further(monkeypatch, noisy, taken):
+    def take_turn(turns, name, act, device):
+        done = len(turns.seconds[name])
+        turns.seconds[name].append(1.0 + (0.1 * (done % 2 + 1) if done < noisy and name == "a" else 0.0))
+
+    monkeypatch.setattr(timing, "take_turn", take_turn)
+    arms = dict.fromkeys("ab", lambda: None)
+    turns = timing.take_turns(arms, timing.Rounds(5, 12, ("a", "b")), torch.device("cpu"), warm=arms)
+    assert turns.taken == taken and [len(turns.seconds[name]) for name in "ab"] == [5, 5]
+    assert (timing.spread(turns.seconds["a"]) <= timing.LARGEST_SPREAD) == (noisy < 100)

@@ -11,7 +11,7 @@ from nybble.gate.training.needs import missing
 from nybble.gate.training.store import Shape
 
 QUESTION = "Are a streamed model's outputs and gradients the resident model's, to the bit, whatever is combined?"
-REPEATS = 5
+REPEATS = {False: 2, True: 5}  # without and with --full
 LATE_MS = 30  # far above a layer's visit at the shortest length
 ON_CPU = {"poison": True, "land_at_wait": True}
 ON_CUDA = {"ordinary": {"poison": True, "delay_us": 1000}, "late": {"poison": True, "delay_us": 1000 * LATE_MS}}
@@ -68,7 +68,7 @@ SABOTAGES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the gate."""
     command.add_common(parser, SABOTAGES)
-    parser.add_argument("--repeats", type=int, default=REPEATS, help="of every arm in every cell; the worst counts")
+    parser.add_argument("--repeats", type=int, help="of every arm in every cell; the worst counts; 2, or 5 with --full")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -78,16 +78,17 @@ def run(options: argparse.Namespace) -> int:
         return command.finish(Report("exact", QUESTION, [], {"all": why}), options)
     from nybble.gate.exact.gate import ExactGate
 
+    repeats = options.repeats or REPEATS[options.full]
     with one_thread(options.device == "cpu"):
         gate = ExactGate(options.device, sizes_of(options.device, options.full), options.seed)
         try:
             command.sabotage(gate, options.sabotage, SABOTAGES)
-            report = run_gate(gate, repeats=options.repeats, algorithms="warn")  # of other libraries: A against A
+            report = run_gate(gate, repeats=repeats, algorithms="warn")  # of other libraries: A against A
         finally:
             gate.close()
     report.findings |= {
         "card": command.card(options.device),
-        "repeats": options.repeats,
+        "repeats": repeats,
         "cells": len(gate.cells),
         "building_seconds": gate.building_seconds,
         "refills": gate.refills,

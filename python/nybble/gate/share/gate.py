@@ -50,6 +50,7 @@ class ShareGate(TimedGate):
 
     name = "share"
     question = "How much of a training step is dequantisation on this card, and does the fused multiply save no more?"
+    judged = (DEQUANT, FUSED, DENSE)
 
     def __init__(self, device: str, sizes: Sizes, seed: int = 0):
         super().__init__(device, sizes, seed)
@@ -79,7 +80,7 @@ class ShareGate(TimedGate):
         if arm.name == FUSED:
             self.findings[cell.name] = finding.words
             values |= {"share": finding.share.middle, "gain": finding.gain.middle}
-        faults = timing.timing_faults(shared.turns.seconds, (DEQUANT, FUSED, DENSE)) if arm.name == FUSED else []
+        faults = timing.timing_faults(shared.turns.seconds, self.judged) if arm.name == FUSED else []
         return Judged(checks, len(shared.turns.seconds[arm.name]), values, faults)
 
     def finding(self, arm: str, shared: Timed) -> Finding:

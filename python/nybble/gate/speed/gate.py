@@ -21,6 +21,7 @@ class SpeedGate(TimedGate):
 
     name = "speed"
     question = "How fast does it train and in how much memory, resident and streamed, and did it train?"
+    judged = (*BASE, *BASE.values())
 
     def __init__(self, device: str, sizes: Sizes, seed: int = 0):
         super().__init__(device, sizes, seed)

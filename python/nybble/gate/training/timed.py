@@ -18,7 +18,8 @@ from nybble.gate.training.store import Shape, write_store
 from nybble.gate.training.trainee import Proof, Trainee
 
 TRAINED = "trained"
-PROOF_STEPS = 3
+PROOF_STEPS = 2  # beside one that does not count towards peaks
+MOST = 2  # times the rounds, before times that will not settle give no verdict
 LARGEST_HOST_SHARE = 0.9  # above it a cell is left out, unless it is the last
 
 
@@ -63,6 +64,7 @@ class TimedGate(CheckGate):
     """A gate whose arms train in turns. An arm's act(trainee, name, steps) takes the steps."""
 
     algorithms = "default"
+    judged: tuple[str, ...] = ()  # arms whose times carry the verdict
 
     def __init__(self, device: str, sizes: Sizes, seed: int = 0):
         self.device, self.sizes, self.seed = torch.device(device), sizes, seed
@@ -116,7 +118,8 @@ class TimedGate(CheckGate):
             warm[arm.name] = lambda a=arm, t=trainee: (self.select(a), a.act(t, a.name, 1))
         samples = telemetry.Samples() if self.device.type == "cuda" else None
         try:
-            turns = timing.take_turns(calls, self.sizes.rounds, self.device, self.seed, warm)
+            rounds = timing.Rounds(self.sizes.rounds, MOST * self.sizes.rounds, self.judged)
+            turns = timing.take_turns(calls, rounds, self.device, self.seed, warm)
         finally:
             if samples is not None:
                 samples.stop()
@@ -176,6 +179,7 @@ class TimedGate(CheckGate):
             "tokens_per_second": cell.tokens / middle,
             "spread": timing.spread(seconds),
             "rounds": len(seconds),
+            "rounds_taken": timed.turns.taken,
             "steps_per_round": timed.steps[arm],
             "host_share": host,
             **timed.samples[arm],

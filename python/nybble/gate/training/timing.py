@@ -29,16 +29,36 @@ class Interval:
 
 @dataclass
 class Turns:
-    """Per arm, one entry a round: seconds, seconds until everything was enqueued, and the span of wall clock."""
+    """Per arm, one entry a round: seconds, seconds until everything was enqueued, and the span of wall clock.
+    taken: rounds, with those that were dropped.
+    """
 
     seconds: dict[str, list[float]]
     host_seconds: dict[str, list[float]]
     spans: dict[str, list[tuple[float, float]]]
+    taken: int = 0
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """count: rounds that are kept, the last ones. Until those of every `steady` arm spread over at most LARGEST_SPREAD
+    more are taken, up to `most`: a card under its power limit needs a while to settle.
+    """
+
+    count: int
+    most: int = 0
+    steady: Sequence[str] = ()
+
+    def enough(self, turns: Turns, taken: int) -> bool:
+        if taken < self.count:
+            return False
+        settled = all(spread(turns.seconds[name][-self.count :]) <= LARGEST_SPREAD for name in self.steady)
+        return settled or taken >= self.most
 
 
 def take_turns(
     arms: dict[str, Callable[[], None]],
-    rounds: int,
+    rounds: Rounds,
     device: torch.device,
     seed: int = 0,
     warm: dict[str, Callable[[], None]] | None = None,
@@ -54,16 +74,20 @@ def take_turns(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        for _ in range(rounds):
+        while not rounds.enough(turns, turns.taken):
             gc.collect()
             shuffle.shuffle(order)
             for name in order:
                 if warm is not None:
                     warm[name]()
                 take_turn(turns, name, arms[name], device)
+            turns.taken += 1
     finally:
         if collecting:
             gc.enable()
+    for kept in (turns.seconds, turns.host_seconds, turns.spans):
+        for values in kept.values():
+            del values[: -rounds.count]
     return turns
 
 
