@@ -87,10 +87,12 @@ def numerics(record):
         line(LEFT, y(LIMIT), LEFT + WIDTH, y(LIMIT), "#c00", 1.4),
         text(LEFT + WIDTH, y(LIMIT) + 13, f"{LIMIT:g}: limit of a larger error", 10, "end"),
     ]
+    dots = []
     for (m, _, path), value in zip(points, off, strict=True):
         place = paths.index(path)
         aside = 4 * (place - (len(paths) - 1) / 2)
-        parts.append(dot(x(m) + aside, y(value), COLORS[place % len(COLORS)]))
+        dots.append(dot(x(m) + aside, y(value), COLORS[place % len(COLORS)]))
+    parts += dict.fromkeys(dots)  # those on one place once
     title = f"Error of {len(points)} multiplies on {machine(record)}"
     return picture(LEFT + WIDTH + 30, TOP + HEIGHT + 70, title, parts + legend(paths, TOP + HEIGHT + 54))
 

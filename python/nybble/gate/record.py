@@ -33,15 +33,16 @@ def write(
 
 
 def condensed(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of many rows: those that did as predicted as a count by arm, and the products' numbers as a table."""
+    """Of many rows: those that did as predicted as a count by arm, and the first product's numbers as a table."""
     kept, counts, rows = [], {}, []
-    columns = list(dict.fromkeys(key for r in results if r["role"] == "product" for key in r.get("values", {})))
+    first = next((r["arm"] for r in results if r["role"] == "product"), None)
+    columns = list(dict.fromkeys(key for r in results if r["arm"] == first for key in r.get("values", {})))
     for result in results:
         if "checks" not in result or not result["as_expected"] or result["faults"]:
             kept.append(result)
             continue
         counts[result["arm"]] = counts.get(result["arm"], 0) + 1
-        if result["role"] == "product":
+        if result["arm"] == first:
             rows.append([result["arm"], result["cell"], *(result["values"].get(key) for key in columns)])
     return {"results": kept, "as_predicted": counts, "table": {"columns": ["arm", "cell", *columns], "rows": rows}}
 
