@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GPU tests from a build folder, in this order: every C++ test binary, 10,000 random multiplies, the Python tests with the GPU, the aliasing
-# gate, the portable kernels against float64, then the tests of parts that are CPU code (the store) with the GPU hidden. Beside them
+# gate, the portable kernels against float64. Left out: the command's tests, which have no GPU part and are `make test`'s. Beside them
 # the registers and spills of the kernels for this card, from the compiler. A table last: what ran, what did not and why.
 # Usage: tools/gpu_test.sh PYTHON BUILD_DIR
 set -uo pipefail
@@ -48,7 +48,6 @@ if [ -e "$build/benchmarks/cuda/libportable_bench.so" ]; then
 else
   not_run portable_check "no libportable_bench.so in $build; cmake --build BUILD --target portable_bench"
 fi
-CUDA_VISIBLE_DEVICES='' NYBBLE_REQUIRE_GPU=0 stage python_cpu_parts "$python" -m pytest -q --timeout=600 "${workers[@]}" "${cpu_only[@]}"
 if [ -n "$resources" ]; then
   stage "kernel_resources sm_$capability" wait "$resources"
   tail -n 3 "$build/kernel_resources.log"
