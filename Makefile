@@ -24,7 +24,7 @@ else
            grep '^-- Nybble' build/configure.log; cmake --build $(NYBBLE_BUILD_DIR) -j $(JOBS)
 endif
 
-RUN := PYTHONPATH=python NYBBLE_BUILD_DIR=$(abspath $(NYBBLE_BUILD_DIR)) HF_HUB_OFFLINE=1 $(PYTHON)
+RUN := PYTHONPATH=python$${PYTHONPATH:+:$$PYTHONPATH} NYBBLE_BUILD_DIR=$(abspath $(NYBBLE_BUILD_DIR)) HF_HUB_OFFLINE=1 $(PYTHON)
 # Waiting OpenMP threads sleep instead of spinning: on a busy machine of 2 cores torch's small ops are 20 times faster.
 QUIET_RUN := OMP_WAIT_POLICY=PASSIVE $(RUN)
 PYTEST := $(QUIET_RUN) -m pytest -q --timeout=600 $(PYTEST_WORKERS)
@@ -59,13 +59,13 @@ gpu-test: build
 # Needs the network once: the trainer that it trains with is installed into build/peer.
 peer-test: build
 	@tools/setup.sh peer
-	PYTHONPATH=python NYBBLE_BUILD_DIR=$(abspath $(NYBBLE_BUILD_DIR)) HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=PASSIVE \
+	PYTHONPATH=python$${PYTHONPATH:+:$$PYTHONPATH} NYBBLE_BUILD_DIR=$(abspath $(NYBBLE_BUILD_DIR)) HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=PASSIVE \
 	  build/peer/bin/python -W ignore tests/peers/soup_streaming.py
 
 # FAULT_BUILD: a build folder with NYBBLE_FAULT_SWITCHES=ON; with it, faults inside the kernels are planted on the GPU too.
 gate-selftest: build
 	$(QUIET_RUN) tests/python/gate/selftest.py
-	$(if $(FAULT_BUILD),PYTHONPATH=python NYBBLE_BUILD_DIR=$(abspath $(FAULT_BUILD)) HF_HUB_OFFLINE=1 $(PYTHON) tests/python/gate/kernel_selftest.py)
+	$(if $(FAULT_BUILD),PYTHONPATH=python$${PYTHONPATH:+:$$PYTHONPATH} NYBBLE_BUILD_DIR=$(abspath $(FAULT_BUILD)) HF_HUB_OFFLINE=1 $(PYTHON) tests/python/gate/kernel_selftest.py)
 
 sanitize:
 	@tools/setup.sh core sanitize
