@@ -68,26 +68,34 @@ class ResidentPeak:
 
 class StorageLedger(TorchDispatchMode):
     """Counts torch storages that ops make inside the block: .peak bytes alive at once. Memory inside of an op is not
-    seen.
+    seen. The dead are looked for only when the rest, with them, would be a new peak.
     """
 
     def __init__(self):
         super().__init__()
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.known: list[StorageWeakRef] = []
+        self.entries: dict[int, tuple[StorageWeakRef, int]] = {}  # by address: alive, or dead and not yet noticed
+        self.total = 0  # bytes of all entries
         self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if _counts(leaf)}
         result = func(*args, **(kwargs or {}))
-        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
         for leaf in tree_leaves(result):
             if _counts(leaf):
-                storage = leaf.untyped_storage()
-                if storage.data_ptr() not in given and storage.data_ptr() not in self.alive:
-                    self.alive[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+                self._add(leaf.untyped_storage(), given)
+        if self.total > self.peak:
+            self.entries = {key: entry for key, entry in self.entries.items() if not entry[0].expired()}
+            self.total = sum(size for _, size in self.entries.values())
+            self.peak = max(self.peak, self.total)
         return result
+
+    def _add(self, storage: torch.UntypedStorage, given: set[int]) -> None:
+        address = storage.data_ptr()
+        old = self.entries.get(address)
+        if address in given or (old is not None and not old[0].expired()):
+            return
+        self.total += storage.nbytes() - (old[1] if old is not None else 0)
+        self.entries[address] = StorageWeakRef(storage), storage.nbytes()
 
 
 def _counts(leaf: Any) -> bool:
