@@ -117,8 +117,8 @@ struct Decoder {
 #pragma unroll
       for (int c = 0; c < 8; c++) decode_8(table, words[c], out[i][c]);
     }
-    // Everything read from the packed buffer has been used: issuing the next load right after the reads were issued gave wrong weights. That
-    // ptxas keeps this order is checked in its output (benchmarks/harness/sass_order.py).
+    // Everything read from the packed buffer has been used: issuing the next load right after the reads were issued gave wrong weights.
+    // That ptxas keeps this order is checked in its output (benchmarks/harness/sass_order.py).
 #pragma unroll
     for (int i = 0; i < ROWS * 32; i++) asm volatile("" : "+r"(out[i / 32][i / 4 % 8][i % 4])::"memory");
     __syncwarp();
