@@ -150,20 +150,26 @@ def _sizes(model: torch.nn.Module, adapters: bool) -> list[tuple[str, int]]:
 
 def _mark_layers(model: torch.nn.Module, recorder: _Recorder) -> None:
     """Marks where each decoder layer begins, forward ("f", layer) and backward ("b", layer), and the loss."""
-    layers = base_model_of(model).base_model.layers
+    decoder = base_model_of(model).base_model
+    layers, hooked = decoder.layers, set()
 
-    def watch(index: int, layer: torch.nn.Module) -> None:
-        def leaves(module, args, output):
-            output = output[0] if isinstance(output, tuple) else output
+    def watch(index: int, layer: torch.nn.Module, follower: torch.nn.Module) -> None:
+        def leaves(*_):
             if index == len(layers) - 1:
                 recorder.mark("loss")
-            output.register_hook(lambda grad: recorder.mark(("b", index)))
+
+        def enters_follower(module, args):
+            if index not in hooked:  # not again in its recompute, whose input is a copy
+                hooked.add(index)
+                args[0].register_hook(lambda grad: recorder.mark(("b", index)))
 
         layer.register_forward_pre_hook(lambda *_: recorder.mark(("f", index)))
         layer.register_forward_hook(leaves)
+        # Not on the layer's own output: a reentrant checkpoint around its hooks (transformers before 5.24) runs them without gradients.
+        follower.register_forward_pre_hook(enters_follower)
 
     for index, layer in enumerate(layers):
-        watch(index, layer)
+        watch(index, layer, layers[index + 1] if index + 1 < len(layers) else decoder.norm)
 
 
 def _masks(source: ModelSource, ids: torch.Tensor) -> dict[str, torch.Tensor] | None:

@@ -36,6 +36,7 @@ class DeviceArray {
     check(cudaMalloc(reinterpret_cast<void**>(&base_), total_bytes()));
     check(cudaMemset(base_, kGuardByte, total_bytes()));
     check(cudaMemset(data(), 0xFF, bytes_));
+    check(cudaStreamSynchronize(nullptr));  // streams of the tests do not wait for the default stream: on a busy card the fill came last
   }
   template <typename Value>
   explicit DeviceArray(const std::vector<Value>& values, int64_t misalignment = 0)
