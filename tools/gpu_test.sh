@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GPU tests from a build folder, in this order: every C++ test binary, 10,000 random multiplies, the Python tests with the GPU, the aliasing
-# gate, the portable kernels against float64. Left out: the command's tests, which have no GPU part and are `make test`'s. Beside them
+# GPU tests from a build folder, in this order: every C++ test binary, 10,000 random multiplies, the Python tests with the GPU, the gates, the
+# portable kernels against float64. Left out: the command's tests, which have no GPU part and are `make test`'s. Beside them
 # the registers and spills of the kernels for this card, from the compiler. A table last: what ran, what did not and why.
 # Usage: tools/gpu_test.sh PYTHON BUILD_DIR
 set -uo pipefail
@@ -38,11 +38,11 @@ if [ -x "$build/tests/cpp/stress/linear_stress" ]; then
 else
   not_run stress "no linear_stress in $build"
 fi
-# Its late copies must be later than a visit of the host: with other processes on the card they are not.
-alone=tests/python/gate/test_aliasing.py::test_every_cell_is_as_predicted_on_the_gpu
-stage python "$python" -m pytest -q --timeout=600 "${workers[@]}" tests/python "${cpu_only[@]/#/--ignore=}" --deselect "$alone"
-stage python_alone "$python" -m pytest -q --timeout=600 "$alone"
-stage aliasing "$python" benchmarks/harness/aliasing.py --device cuda
+# The gates about right and wrong: 80 s on an H200, alone on the card. share and speed are about time, which may have no verdict on a card that
+# other work heats; `python -m nybble.gate all` runs them too. The test that is left out before does what the aliasing gate does.
+same=tests/python/gate/test_aliasing.py::test_every_cell_is_as_predicted_on_the_gpu
+stage python "$python" -m pytest -q --timeout=600 "${workers[@]}" tests/python "${cpu_only[@]/#/--ignore=}" --deselect "$same"
+stage gates "$python" -m nybble.gate all --device cuda --only aliasing,numerics,determinism,memory,equality,exact,race
 if [ -e "$build/benchmarks/cuda/libportable_bench.so" ]; then
   stage portable_check "$python" benchmarks/harness/portable_check.py "$build/benchmarks/cuda/libportable_bench.so" --seconds 15
 else

@@ -31,10 +31,13 @@ KERNEL_MUTATIONS = (
         ("arrival_order",),
         {"determinism": frozenset({1}), "aliasing": frozenset({3}), "equality": frozenset({3})},
     ),
-    # The hopper kernels: at M 300 and 600, and in the model of equality. The stack of aliasing is small_m's, which puts
-    # x in order long before wgmma reads it: the stress test does not catch a missing fence there either.
+    # The hopper kernels, at M 300 and 600. The stack of aliasing is small_m's, which puts x in order long before wgmma
+    # reads it: the stress test does not catch a missing fence there either. In the model of equality one linear of a
+    # layer takes a hopper kernel: of two runs one was red.
     KernelMutation(
-        "missing fence", ("no_proxy_fence",), {"numerics": frozenset({1}), "determinism": RED, "equality": RED}
+        "missing fence",
+        ("no_proxy_fence",),
+        {"numerics": frozenset({1}), "determinism": RED, "equality": RED | {0}},
     ),
     # The small_m kernels with more than one unit a CTA: only the weights of numerics and determinism are that large.
     KernelMutation("barrier released early", ("released_early",), {"numerics": frozenset({1}), "determinism": RED}),
