@@ -94,7 +94,7 @@ FIGURES = {
     "linear-512-dense": lambda: linear_time("dense"),
     "linear-bitsandbytes": lambda: span(row["ratio_bnb"] for row in linear_rows() if row["ratio_bnb"]),
     "linear-dense-few": lambda: against_dense(1, 64),
-    "linear-dense-some": lambda: against_dense(128, 256),
+    "linear-dense-some": lambda: against_dense(96, 256),
     "linear-dense-many": lambda: against_dense(512, float("inf")),
     "cpu-bitsandbytes": lambda: f"{min(cpu_ratios('bitsandbytes')):.3f} to {max(cpu_ratios('bitsandbytes')):.2f}",
     "cpu-dense": lambda: f"{max(cpu_ratios('dense')):.2f}",
