@@ -80,6 +80,7 @@ def limit_for(keeps: int) -> float:
 MIXED = {
     "all": ("keep", LAYERS),
     "number": (2, 2),
+    "one": (1, 1),
     "none": (0, 0),
     "list": (["keep", "recompute", "keep", "recompute", "recompute"], 2),
     "function": (lambda index: "keep" if index % 2 else "recompute", 2),
