@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
@@ -56,8 +57,13 @@ def die(options, names, claims):
     os._exit(9)
 
 
-def test_a_process_that_dies_is_no_verdict(monkeypatch, capsys):
-    monkeypatch.setattr(command, "judge", die)
+def test_a_process_that_dies_ends_the_gate():
+    with pytest.raises(BrokenProcessPool):
+        workers.run_shared(die, argparse.Namespace(), CELLS[:1], 1)
+
+
+def test_what_ends_the_gate_is_no_verdict(monkeypatch, capsys):
+    monkeypatch.setattr(command, "run_shared", lambda *arguments: 1 / 0)
     assert main(["aliasing", "--slots", "2", "--layers", "4", "--cells", "linear", "--workers", "2"]) == 3
     assert "the gate itself failed" in capsys.readouterr().err
 
