@@ -165,7 +165,8 @@ def _mark_layers(model: torch.nn.Module, recorder: _Recorder) -> None:
 
         layer.register_forward_pre_hook(lambda *_: recorder.mark(("f", index)))
         layer.register_forward_hook(leaves)
-        # Not on the layer's own output: a reentrant checkpoint around its hooks (transformers before 5.24) runs them without gradients.
+        # Not on the layer's own output: a reentrant checkpoint around its hooks (transformers before 5.24) runs them
+        # without gradients.
         follower.register_forward_pre_hook(enters_follower)
 
     for index, layer in enumerate(layers):
