@@ -15,7 +15,7 @@ UNIT = 2.0**-24  # of fp32 sums
 @contextlib.contextmanager
 def sums_in_fp32() -> Iterator[None]:
     """cuBLAS adds the pieces of a split sum in fp32 for the block. torch lets it add them in the operands' dtype, which
-    on an H200 made y of [16384, 999] by [257, 999] 3740 units of sum_excess() wrong.
+    on an H200 made y of [16384, 999] by [257, 999] thousands of units of sum_excess() wrong.
     """
     flags = torch.backends.cuda.matmul
     names = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"
