@@ -4,6 +4,7 @@ import pathlib
 import subprocess
 
 SLOWER = 1.01
+NOT_SLOWER = "at no size shown to be slower than bitsandbytes"
 LOSS_TOLERANCE = 0.02  # bf16 logits of a random model; two summation orders over 32 layers
 NOISE_TOLERANCE = 1.25  # times the difference that a third summation order makes
 SPREAD = 0.05
@@ -70,8 +71,7 @@ def noise_text(row) -> str:
 
 def markdown(record) -> str:
     """The record as a page; what needs judgement is added by hand below it."""
-    rows = record["rows"]
-    layers = record["layers"]
+    rows, layers = record["rows"], record["layers"]
     lines = [
         f"# Resident step, patched against unpatched, {record['device']}",
         "",
@@ -119,7 +119,7 @@ def markdown(record) -> str:
     found = faults(record)
     lines += [
         "",
-        "Verdict: " + ("; ".join(found) if found else "at no size slower than bitsandbytes; everything trained") + ".",
+        "Verdict: " + ("; ".join(found) if found else NOT_SLOWER + "; everything trained") + ".",
         "",
         *(
             f"Run {index}: commit {run['commit']}, torch {run['torch']}, transformers {run['transformers']}, PEFT "
