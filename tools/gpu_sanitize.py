@@ -91,24 +91,23 @@ def checks(build, faults, part):
             "stopped",
         ),
     }
-    if faults:
-        planted = f"{faults} {SMALL}"
-        found["racecheck_control"] = (
-            f"--tool racecheck {SKIP_REFERENCE}",
-            f"{planted} --cases 6 --seed 17 --kernels portable --fault copy_not_awaited",
+    return found | (planted_checks(f"{faults} {SMALL}", cases) if faults else {})
+
+
+def planted_checks(stress, cases):
+    """The same of a fault build: faults that a tool must see, and kernels that racecheck can follow."""
+    race = f"--tool racecheck {SKIP_REFERENCE}"
+    found = {
+        "racecheck_control": (
+            race,
+            f"{stress} --cases 6 --seed 17 --kernels portable --fault copy_not_awaited",
             "findings",
         )
-        for fault in ("copy_not_awaited", "sums_not_awaited"):
-            found[f"racecheck_{fault}"] = (
-                f"--tool racecheck {SKIP_REFERENCE}",
-                f"{planted} --cases 6 --seed 19 --kernels strips --fault {fault}",
-                "findings",
-            )
-        found["racecheck_followed"] = (
-            f"--tool racecheck {SKIP_REFERENCE}",
-            f"{planted} --cases {cases(90)} --seed 14 --fault for_racecheck",
-            "clean",
-        )
+    }
+    for fault in ("copy_not_awaited", "sums_not_awaited"):
+        command = f"{stress} --cases 6 --seed 19 --kernels strips --fault {fault}"
+        found[f"racecheck_{fault}"] = race, command, "findings"
+    found["racecheck_followed"] = race, f"{stress} --cases {cases(90)} --seed 14 --fault for_racecheck", "clean"
     return found
 
 
