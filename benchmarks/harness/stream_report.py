@@ -1,6 +1,6 @@
 """What the record of h200_stream.py says: its table, and what in it makes it worthless."""
 
-from nybble.gate.training.timing import LEAST_PAIRS
+from nybble.gate.training.timing import LARGEST_SPREAD, LEAST_PAIRS
 
 MIB = 1 << 20
 SAVINGS = (
@@ -40,7 +40,6 @@ FORMATS = {
     "spread": ".3f",
     "quartiles": ".3f",
 }
-MAX_SPREAD = 0.05
 OWN_NUMERICS = ("streamed_dequant", "peer", "peer_nybble")  # reported, but not held to the resident model's bits
 PATHS = {"streamed_dequant": {"dequant"}, "resident_bnb": set(), "peer": set()}
 
@@ -121,7 +120,7 @@ def cell_text(row: dict, column: str) -> str:
     if value is None:
         return "out of memory" if row.get("out_of_memory") and column == "step_ms" else "-"
     text = format(value, FORMATS.get(column, ".0f"))
-    return text + "!" if column == "spread" and value > MAX_SPREAD else text
+    return text + "!" if column == "spread" and value > LARGEST_SPREAD else text
 
 
 def markdown(record: dict) -> str:
@@ -136,7 +135,8 @@ def markdown(record: dict) -> str:
         lines += ["", *case_lines(case)]
     closing = [f"* Fault: {text}." for text in faults(record)]
     closing.append(
-        "\n`!`: rounds spread over 5%; then only the pairs of one round, whose intervals are given, say something. "
+        f"\n`!`: rounds spread over {LARGEST_SPREAD:.0%}; then only the pairs of one round, whose intervals are given, "
+        "say something. "
         "Garbage arms compute nonsense: only their time is meant."
     )
     return "\n".join([*lines, "", *closing]) + "\n"
@@ -212,7 +212,7 @@ def times(case: dict) -> list[str]:
             if (saved := case.get("savings", {}).get(str(tokens), {}).get(text)) is not None:
                 found.append("{} {:+.1%} ({:+.1%} .. {:+.1%})".format(text, *saved))
             elif all("step_ms" in row for row in pair):
-                mark = "!" if max(row["spread"] for row in pair) > MAX_SPREAD else ""
+                mark = "!" if max(row["spread"] for row in pair) > LARGEST_SPREAD else ""
                 found.append(f"{text} {1 - pair[0]['step_ms'] / pair[1]['step_ms']:+.1%}{mark}")
         if found:
             lines.append(f"* {tokens} tokens, streamed: " + "; ".join(found) + ".")
