@@ -2,7 +2,7 @@
 """activations="auto" on a GPU: how many layers keep under a limit of memory, what it makes torch reserve, and whether
 every gradient equals the recomputing model's, bit for bit.
 
-    python auto_check.py [--shape 8b] [--layers 8] [--tokens 4096] [--shares 0.25,0.5,0.75,1] [--attention sdpa]
+    python auto_check.py [--shape 8b] [--layers 8] [--tokens 4096] [--shares 0.25,0.5,0.75,1.1] [--attention sdpa]
         [--lenient] [--trace] [--record h200-auto]
 
 The limits lie between what recomputing every layer reserves and what keeping every layer does. The last arm shrinks

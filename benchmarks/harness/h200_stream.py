@@ -210,9 +210,8 @@ class Case:
     def compare_gradients(self) -> None:
         """Exact: resident against itself, then every honest streamed arm against resident with our multiply."""
         ids = self.tokens(self.lengths[0])
-        torch.use_deterministic_algorithms(
-            True
-        )  # where torch would only warn, SDPA's backward does not repeat its bits
+        # Where torch would only warn, SDPA's backward does not repeat its bits.
+        torch.use_deterministic_algorithms(True)
         gradients = {}
         plan = [("resident", "resident"), ("resident", "again")]
         plan += [(arm, arm) for arm in ("streamed", "streamed_reentrant", "streamed_keep", "streamed_dequant")]
