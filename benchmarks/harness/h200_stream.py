@@ -226,7 +226,8 @@ class Case:
             except RuntimeError as error:  # other people's code may use what torch can't repeat
                 if arm not in peer.ARMS:
                     raise
-                self.say(f"{arm} was not compared: {error}")
+                self.record.setdefault("not_compared", {})[arm] = why = str(error).partition("\n")[0]
+                self.say(f"{arm} was not compared: {why}")
                 continue
             own = {canonical(name): p for name, p in model.model.named_parameters()}
             gradients[label] = [loss, *[own[name].grad.clone() for name in names]]

@@ -170,6 +170,7 @@ def case_lines(case: dict) -> list[str]:
         lines.append(f"| {row['tokens']} | {name} | " + " | ".join(cells) + " |")
     stack = [f"* {stack_line(case['stack'])}"] if case["stack"] else []
     peer = [f"* soup-cli's arms did not run: {case['no_peer']}."] if "no_peer" in case else []
+    peer += [f"* Gradients of {arm} were not compared: {why}" for arm, why in case.get("not_compared", {}).items()]
     return [*lines, "", *stack, *peaks(case), *times(case), *verdicts(case), *peer]
 
 

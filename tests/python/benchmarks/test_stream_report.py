@@ -114,6 +114,13 @@ def test_auto_says_how_many_layers_kept_under_which_limit():
     assert "auto under a limit of 7000 MiB: 14 of 32 layers keep, 6000 MiB reserved" in report.markdown(record)
 
 
+def test_a_peer_that_cannot_repeat_is_said_not_to_have_been_compared():
+    record = sound()
+    assert "were not compared" not in report.markdown(record)
+    record["cases"][0]["not_compared"] = {"peer": "scatter has no deterministic implementation"}
+    assert "* Gradients of peer were not compared: scatter has no deterministic" in report.markdown(record)
+
+
 def test_a_peer_has_numerics_of_its_own_and_must_not_run_our_kernels():
     record = sound()
     record["cases"][0]["exact"]["peer"] = dict(equal=2, compared=449, zero=0)
