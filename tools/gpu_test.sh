@@ -39,11 +39,12 @@ else
   not_run stress "no linear_stress in $build"
 fi
 # The gates about right and wrong: 80 s on an H200, alone on the card. share and speed are about time, which may have no verdict on a card that
-# other work heats; `python -m nybble.gate all` runs them too. The test that is left out before is the aliasing gate, with two runs of every arm
-# instead of one.
+# other work heats; `python -m nybble.gate all` runs them too. The test that is left out before is the aliasing gate with two runs of every arm,
+# as it runs here, alone.
 same=tests/python/gate/test_aliasing.py::test_every_cell_is_as_predicted_on_the_gpu
 stage python "$python" -m pytest -q --timeout=600 "${workers[@]}" tests/python "${cpu_only[@]/#/--ignore=}" --deselect "$same"
-stage gates "$python" -m nybble.gate all --device cuda --only aliasing,numerics,determinism,memory,equality,exact,race
+stage gates "$python" -m nybble.gate all --device cuda --only numerics,determinism,memory,equality,exact,race
+stage aliasing "$python" -m nybble.gate aliasing --device cuda --repeats 2
 if [ -e "$build/benchmarks/cuda/libportable_bench.so" ]; then
   stage portable_check "$python" benchmarks/harness/portable_check.py "$build/benchmarks/cuda/libportable_bench.so" --seconds 15
 else

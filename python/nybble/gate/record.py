@@ -14,6 +14,7 @@ import torch
 
 from nybble import build_info
 
+FEW = 20  # rows, up to which a record keeps the words of checks that hold, as the intervals of timed arms are
 MANY = 500  # rows, above which a record keeps numbers and counts instead of every row in words
 SCHEMA = Path(__file__).with_name("report.schema.json")
 
@@ -25,7 +26,8 @@ def write(
     whole = {**provenance(arguments), **data, "notes": list(notes)}
     if len(data["results"]) > MANY:
         whole |= condensed(data["results"])
-    whole["results"] = [compact(result) for result in whole["results"]]
+    if len(data["results"]) > FEW:
+        whole["results"] = [compact(result) for result in whole["results"]]
     stem = path.with_suffix("") if path.suffix in (".json", ".md") else path
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_name(stem.name + ".json").write_text(as_text(whole))

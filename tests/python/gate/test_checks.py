@@ -112,3 +112,11 @@ def test_a_record_has_what_is_needed_to_run_it_again(tmp_path, monkeypatch):
     page = (tmp_path / "cpu-gate-toy.md").read_text()
     for part in ("does the runner see it?", "0123abc", "a table", "- a surprise", "Not measured: race (no GPU)"):
         assert part in page
+
+
+def test_a_record_of_few_rows_keeps_the_words_of_checks_that_hold(tmp_path, monkeypatch):
+    for few, words in ((20, True), (7, False)):
+        monkeypatch.setattr(record, "FEW", few)
+        record.write(tmp_path / "few.json", as_json(run_checks(ToyGate()), 0), text=[], notes=[], arguments=["toy"])
+        results = json.loads((tmp_path / "few.json").read_text())["results"]
+        assert any(c["found"] for r in results for c in r["checks"].values() if c["holds"]) == words
