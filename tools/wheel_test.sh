@@ -21,7 +21,7 @@ for version in ${TORCH_VERSIONS:-2.10.0 2.11.0 newest}; do
   $uv venv -q "$environment"
   $uv pip install --python "$environment/bin/python" -q ${TORCH_INDEX:+--index "$TORCH_INDEX"} "$torch" -r "$work/others.txt"
   $uv pip install --python "$environment/bin/python" -q --no-deps "$wheel"
-  cp -r tests docs benchmarks "$work/" # some tests read pages and records
+  cp -r --parents tests docs benchmarks src/device/fault.h "$work/" # some tests read pages, records and the names of the faults
   (
     cd "$work" # not the checkout: the installed package must be what is imported
     unset NYBBLE_BUILD_DIR PYTHONPATH
@@ -37,5 +37,5 @@ for version in ${TORCH_VERSIONS:-2.10.0 2.11.0 newest}; do
   left=$(find "$environment" -iname '*nybble*' | head)
   [ -z "$left" ] || { echo "wheel-test: left behind: $left" >&2; exit 1; }
   echo "wheel-test: torch $("$environment/bin/python" -c 'import torch; print(torch.__version__)'): ok in $((SECONDS - begin)) s"
-  rm -rf "$environment" "$work"/{tests,docs,benchmarks}
+  rm -rf "$environment" "$work"/{tests,docs,benchmarks,src}
 done
