@@ -2,6 +2,8 @@
 key-value heads of 64, vocabulary 8192, with 1024 tokens, so that every piece is a multiple of 512 bytes.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -157,13 +159,20 @@ UNFOLDED = {
 }
 
 
+def without_order_of_frees(events):
+    """Frees with no allocation between them, sorted: torch 2.15 drops the last tensors of a step in another order."""
+    runs = itertools.groupby(events, key=lambda event: event[1] < 0)
+    return [event for freed, run in runs for event in (sorted(run) if freed else run)]
+
+
 @pytest.mark.parametrize("case", UNFOLDED)
 def test_a_trace_of_few_layers_unfolds_to_that_of_all(folder, case):
     found = source.read(folder(num_hidden_layers=12))
     step = trace.Step(T, rank=8, **UNFOLDED[case])
     whole, _ = trace._record(found, step, lambda *_: 0)
     unfolded = trace.record(found, step)
-    assert unfolded.events == whole.events and unfolded.kinds == whole.kinds
+    assert without_order_of_frees(unfolded.events) == without_order_of_frees(whole.events)
+    assert unfolded.kinds == whole.kinds
     assert (unfolded.after, unfolded.multiplies) == (whole.after, whole.multiplies)
     assert unfolded.resident == whole.resident and unfolded.adapters == whole.adapters
 
