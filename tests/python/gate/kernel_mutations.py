@@ -33,11 +33,9 @@ KERNEL_MUTATIONS = (
     ),
     # The hopper kernels, at M 300 and 600. The stack of aliasing is small_m's, which puts x in order long before wgmma
     # reads it: the stress test does not catch a missing fence there either. In the model of equality one linear of a
-    # layer takes a hopper kernel: of two runs one was red.
+    # layer takes a hopper kernel: of two runs one was red, so this cell may fail until that model is larger.
     KernelMutation(
-        "missing fence",
-        ("no_proxy_fence",),
-        {"numerics": frozenset({1}), "determinism": RED, "equality": RED | {0}},
+        "missing fence", ("no_proxy_fence",), {"numerics": frozenset({1}), "determinism": RED, "equality": RED}
     ),
     # The small_m kernels with more than one unit a CTA: only the weights of numerics and determinism are that large.
     KernelMutation("barrier released early", ("released_early",), {"numerics": frozenset({1}), "determinism": RED}),

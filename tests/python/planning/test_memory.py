@@ -175,6 +175,8 @@ def test_a_trace_of_few_layers_unfolds_to_that_of_all(folder, case):
     assert unfolded.kinds == whole.kinds
     assert (unfolded.after, unfolded.multiplies) == (whole.after, whole.multiplies)
     assert unfolded.resident == whole.resident and unfolded.adapters == whole.adapters
+    played = [memory.simulate(found, traced, window=2, tokens=T) for traced in (unfolded, whole)]
+    assert played[0] == played[1]  # so the order above changes neither what is allocated nor what is reserved
 
 
 def test_every_type_of_layer_is_among_the_first(folder):
