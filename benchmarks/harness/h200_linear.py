@@ -3,6 +3,7 @@ and bitsandbytes in the same run.
 
     python h200_linear.py --out FOLDER [--budget SECONDS] [--must]     measures, writes h200-linear.json, .md, .svg
     python h200_linear.py --judge RECORD.json                          the verdict on a record, without a GPU
+    python h200_linear.py --out FOLDER --scales plain [--tokens LIST]  plain scales: h200-linear-plain.json, .md, .svg
 
 Times include everything one call of torch.ops.nybble does on the device. Arms: auto; dequant (mode "dequant", up to
 4096 tokens, where the table has a target); dense (torch.mm on the dequantised weight); bitsandbytes (matmul_4bit; for
@@ -82,7 +83,7 @@ class Shape:
 
     def __init__(self, n, k, gpu):
         self.n, self.k, self.gpu = n, k, gpu
-        self.weights = [gpu.weight(n, k) for _ in range(max(2, -(-gpu.rotate // (n * k // 2))))]
+        self.weights = [gpu.weight(n, k, nested=gpu.nested) for _ in range(max(2, -(-gpu.rotate // (n * k // 2))))]
         self.dense = [gpu.dequantized(w) for w in self.weights[: max(2, -(-gpu.rotate // (n * k * 2)))]]
         functional = gpu.functional
         self.states = [gpu.bitsandbytes_state(functional, w) for w in self.weights] if functional else None
@@ -126,7 +127,7 @@ class Shape:
 class Gpu:
     """torch, nybble, bitsandbytes when it can be imported, and what is the same for all shapes."""
 
-    def __init__(self):
+    def __init__(self, nested):
         import portable_time
         import torch
         from portable_kernels import Weight
@@ -134,7 +135,7 @@ class Gpu:
         import nybble
         from nybble.quant_state import QuantState, table
 
-        self.torch, self.nybble, self.weight, self.state = torch, nybble, Weight, QuantState
+        self.torch, self.nybble, self.weight, self.state, self.nested = torch, nybble, Weight, QuantState, nested
         self.capture, self.replay_us = portable_time.capture, portable_time.replay_us
         self.bitsandbytes_state = portable_time.bitsandbytes_state
         self.bitsandbytes, self.functional = portable_time.import_bitsandbytes()
@@ -142,6 +143,8 @@ class Gpu:
         self.rotate = 3 * torch.cuda.get_device_properties(0).L2_cache_size
 
     def _tensors(self, w):
+        if not self.nested:
+            return w.packed, w.absmax, self.code, None, None, None
         return w.packed, w.codes, self.code, w.nested_absmax, w.nested_code, w.offset
 
     def multiply(self, x, w, backward, mode):
@@ -155,9 +158,11 @@ class Gpu:
         return self.torch.ops.nybble.dequantize_4bit(*self._tensors(w), None, *spec)
 
     def plan(self, x, w, direction):
-        inner = self.state(w.nested_absmax, code=w.nested_code, blocksize=256, dtype=self.torch.float32)
-        spec = dict(blocksize=BLOCK, quant_type="nf4", dtype=self.torch.bfloat16, offset=w.offset, state2=inner)
-        state = self.state(w.codes, (w.n, w.k), self.code, **spec)
+        spec = dict(blocksize=BLOCK, quant_type="nf4", dtype=self.torch.bfloat16)
+        if self.nested:
+            inner = self.state(w.nested_absmax, code=w.nested_code, blocksize=256, dtype=self.torch.float32)
+            spec.update(offset=w.offset, state2=inner)
+        state = self.state(w.codes if self.nested else w.absmax, (w.n, w.k), self.code, **spec)
         return self.nybble.explain(x, w.packed, state, direction=COUNTER_OF[direction])
 
     def path_and_result(self, body, direction):
@@ -211,21 +216,22 @@ def measure(gpu, shape, m, direction, clocks):
     return rows
 
 
-def measure_all(budget):
+def measure_all(budget, nested, tokens):
     start = time.time()
-    gpu = Gpu()
+    gpu = Gpu(nested)
     torch = gpu.torch
     torch.manual_seed(int(start))
     record = {
         **dict(device=torch.cuda.get_device_name(), torch=torch.__version__, rows=[], skipped=[]),
         **dict(bitsandbytes=getattr(gpu.bitsandbytes, "__version__", None), protocol=PROTOCOL.format(rounds=ROUNDS)),
+        **dict(scales="nested" if nested else "plain", tokens=list(tokens)),
     }
     clocks = ClockMonitor()
     shapes = {(n, k): Shape(n, k, gpu) for n, k in targets.SHAPES}
     torch.cuda.synchronize()
     print(f"{record['device']}, weights made in {time.time() - start:.1f} s")
     try:
-        for m, n, k, direction in targets.cells():
+        for m, n, k, direction in targets.cells(tokens):
             if time.time() - start > budget:
                 record["skipped"].append(f"{n}x{k} M{m} {direction}")
                 continue
@@ -257,6 +263,8 @@ def judge(record):
     )
     texts = targets.misses(record)
     print(f"{len(texts)} musts missed" + "".join(f"\n  {text}" for text in texts))
+    above = [row for row in targets.auto_rows(record) if targets.mark(row) == "?"]
+    print(f"{len(above)} above the line between musts" + "".join(f", {targets.where(row)}" for row in above))
     return len(texts)
 
 
@@ -266,14 +274,18 @@ def main():
     parser.add_argument("--budget", type=float, default=110, help="seconds; what does not fit is listed as skipped")
     parser.add_argument("--must", action="store_true", help="exit 1 when a must is missed")
     parser.add_argument("--judge", type=pathlib.Path, metavar="RECORD", help="judge a record, measure nothing")
+    parser.add_argument("--scales", choices=["nested", "plain"], default="nested")
+    parser.add_argument("--tokens", default=",".join(map(str, targets.columns())), help="M of the record")
     arguments = parser.parse_args()
     if arguments.judge:
         return 1 if judge(json.loads(arguments.judge.read_text())) else 0
-    record = measure_all(arguments.budget)
+    tokens = sorted(int(text) for text in arguments.tokens.split(","))
+    record = measure_all(arguments.budget, arguments.scales == "nested", tokens)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "h200-linear.json").write_text(json.dumps(record, indent=1) + "\n")
-    (arguments.out / "h200-linear.md").write_text(targets.markdown(record))
-    (arguments.out / "h200-linear.svg").write_text(plot_linear.svg(record))
+    name = targets.name(record)
+    (arguments.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (arguments.out / f"{name}.md").write_text(targets.markdown(record))
+    (arguments.out / f"{name}.svg").write_text(plot_linear.svg(record))
     missed = judge(record)
     print(f"{len(record['rows'])} rows, {len(record['skipped'])} cells skipped for time, {record['seconds']:.0f} s")
     return 1 if missed and arguments.must else 0

@@ -1,5 +1,6 @@
 """What the GPU multiply must reach, and the verdict on a record of h200_linear.py. Needs no GPU and no torch."""
 
+import math
 import statistics
 
 # Most that the plan of `auto` may take, in times of dense cuBLAS, by tokens M. LARGE: weights of at least 4096 x 14336.
@@ -7,7 +8,7 @@ TOKENS = (1, 4, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 LARGE = dict(zip(TOKENS, (0.80, 0.80, 0.80, 0.80, 0.95, 1.15, 1.20, 1.15, 1.10, 1.05, 1.04, 1.03, 1.03), strict=True))
 SMALL = dict(zip(TOKENS, (0.95, 0.95, 0.95, 0.95, 1.35, 1.50, 1.40, 1.30, 1.10, 1.07, 1.05, 1.04, 1.04), strict=True))
 GOAL = dict(zip(TOKENS, (0.50, 0.50, 0.50, 0.50, 0.70, 0.90, 1.00, 1.02, 1.00, 1.00, 0.99, 0.99, 0.99), strict=True))
-BETWEEN = (96, 160, 192)  # no target: between 64 and 256 tokens tiles are filled in part
+BETWEEN = (96, 160, 192)  # no target of their own: between 64 and 256 tokens tiles are filled in part
 LARGE_WEIGHT = 4096 * 14336
 SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096), (27648, 5120), (5120, 27648), (28672, 8192), (1024, 4096))
 REPORTED_ONLY = {(1024, 4096): 2048}  # has no must below so many tokens
@@ -21,13 +22,29 @@ def must_of(n, k, m):
     return (LARGE if n * k >= LARGE_WEIGHT else SMALL).get(m)
 
 
-def cells():
+def between(n, k, m):
+    """The must of a number of tokens that the table leaves out: on the line between its neighbours, over log M."""
+    low, high = max(t for t in TOKENS if t <= m), min(t for t in TOKENS if t >= m)
+    ends = must_of(n, k, low), must_of(n, k, high)
+    if low == high or None in ends:
+        return ends[0]
+    part = math.log(m / low) / math.log(high / low)
+    return ends[0] + (ends[1] - ends[0]) * part
+
+
+def cells(tokens=None):
     """Every (m, n, k, direction) that is measured, few tokens first."""
-    return [(m, n, k, direction) for m in columns() for n, k in SHAPES for direction in DIRECTIONS]
+    return [(m, n, k, direction) for m in tokens or columns() for n, k in SHAPES for direction in DIRECTIONS]
 
 
-def columns():
-    return sorted(TOKENS + BETWEEN)
+def columns(record=None):
+    """The numbers of tokens of a record; of the whole table without one."""
+    return sorted((record or {}).get("tokens", TOKENS + BETWEEN))
+
+
+def name(record):
+    """Of a record's files."""
+    return "h200-linear-plain" if record.get("scales") == "plain" else "h200-linear"
 
 
 def auto_rows(record):
@@ -53,7 +70,8 @@ def misses(record):
             texts.append(f"{where(row)} ({row['path']}): {row['ratio_bnb']:.3f} of bitsandbytes, spread {noise:.3f}")
         if not row["error"] <= 0.01:
             texts.append(f"{where(row)} ({row['path']}): result differs from dense by {row['error']:.2e} (norm)")
-    missing = [cell for cell in cells() if cell not in seen and cell[0] in TOKENS]
+    needed = cells(columns(record) if record.get("scales") == "plain" else columns())
+    missing = [cell for cell in needed if cell not in seen and cell[0] in TOKENS]
     texts += [f"{n}x{k} M{m} {direction}: not measured" for m, n, k, direction in missing]
     return texts
 
@@ -67,36 +85,39 @@ def geometric_means(record):
     return {m: statistics.geometric_mean(values) for m, values in sorted(ratios.items())}
 
 
+def mark(row):
+    """! above the must; ? above the line between the musts of the neighbours, where the table has none."""
+    must = between(row["n"], row["k"], row["m"])
+    if must is None or row["ratio_dense"] <= must:
+        return ""
+    return "?" if row["m"] in BETWEEN else "!"
+
+
 def markdown(record):
     """A table: one line per shape and direction, one column per M: ratio to dense, ! where the must is missed."""
     lines = [f"# 4-bit multiply, {record['device']}", "", record["protocol"], ""]
     lines += [f"torch {record['torch']}, bitsandbytes {record['bitsandbytes']}, {record['seconds']:.0f} s.", ""]
-    lines += ["Time of `auto` / time of dense cuBLAS (bf16, nested NF4, block 64). `!`: above the must.", ""]
-    lines += [
-        "| N x K | direction | " + " | ".join(f"M {m}" for m in columns()) + " |",
-        "|---" * (len(columns()) + 2) + "|",
-    ]
+    scales = record.get("scales", "nested")
+    lines += [f"Time of `auto` / time of dense cuBLAS (bf16, {scales} NF4, block 64). `!`: above the must."]
+    lines += ["`?`: above the line between the musts of the neighbouring M (over log M), where the table has none.", ""]
+    tokens = columns(record)
+    lines += ["| N x K | direction | " + " | ".join(f"M {m}" for m in tokens) + " |", "|---" * (len(tokens) + 2) + "|"]
     by_cell = {(r["m"], r["n"], r["k"], r["direction"]): r for r in auto_rows(record)}
     for n, k in SHAPES:
         for direction in DIRECTIONS:
             texts = []
-            for m in columns():
-                row, must = by_cell.get((m, n, k, direction)), must_of(n, k, m)
-                missed = row is not None and must is not None and row["ratio_dense"] > must
-                texts.append(
-                    "-" if row is None else f"{row['ratio_dense']:.2f}{'!' if missed else ''} {row['path'][0]}"
-                )
+            for m in tokens:
+                row = by_cell.get((m, n, k, direction))
+                texts.append("-" if row is None else f"{row['ratio_dense']:.2f}{mark(row)} {row['path'][0]}")
             lines.append(f"| {n} x {k} | {direction} | " + " | ".join(texts) + " |")
     means = geometric_means(record)
-    lines.append(
-        "| geometric mean | | " + " | ".join(f"{means[m]:.3f}" if m in means else "-" for m in columns()) + " |"
-    )
-    lines.append("| goal | | " + " | ".join(f"{GOAL[m]:.2f}" if m in GOAL else "-" for m in columns()) + " |")
+    lines.append("| geometric mean | | " + " | ".join(f"{means[m]:.3f}" if m in means else "-" for m in tokens) + " |")
+    lines.append("| goal | | " + " | ".join(f"{GOAL[m]:.2f}" if m in GOAL else "-" for m in tokens) + " |")
     lines += [
         "",
         "Letter: path, h hopper, s small_m, p portable, r row, d dequant. Medians, spreads, clocks: the JSON beside.",
         "",
-        "![time of auto / time of dense over tokens](h200-linear.svg)",
+        f"![time of auto / time of dense over tokens]({name(record)}.svg)",
         "",
     ]
     return "\n".join(lines)

@@ -32,21 +32,13 @@ def import_bitsandbytes():
 
 
 def bitsandbytes_state(functional, weight):
-    code = bits_to_floats(NF4)
+    spec = dict(shape=torch.Size((weight.n, weight.k)), code=bits_to_floats(NF4), blocksize=64, quant_type="nf4")
+    if not weight.nested:
+        return functional.QuantState(absmax=weight.absmax, dtype=torch.bfloat16, **spec)
     inner = functional.QuantState(
         absmax=weight.nested_absmax, code=weight.nested_code, blocksize=256, dtype=torch.float32
     )
-    shape = torch.Size((weight.n, weight.k))
-    return functional.QuantState(
-        absmax=weight.codes,
-        shape=shape,
-        code=code,
-        blocksize=64,
-        quant_type="nf4",
-        dtype=torch.bfloat16,
-        offset=weight.offset,
-        state2=inner,
-    )
+    return functional.QuantState(absmax=weight.codes, dtype=torch.bfloat16, offset=weight.offset, state2=inner, **spec)
 
 
 def capture(body, count):

@@ -88,9 +88,11 @@ def measure_all(shapes, tokens, device: torch.device, seconds: float, rounds: in
 def _verdict(results: list[Times], device: str) -> str:
     lines = []
     slower = [t for t in results if beaten(t)]
-    if any(not t.measured for t in results):
+    unmeasured = sum(not t.measured for t in results)
+    if unmeasured:
         lines.append(
-            f"{device} was not measured by nybble's authors: auto follows a model there. `nybble tune` measures."
+            f"{device} was not measured by nybble's authors at {unmeasured} of {len(results)}: auto follows a model "
+            "there. `nybble tune` measures."
         )
     if slower:
         lines.append(

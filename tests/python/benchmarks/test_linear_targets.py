@@ -101,3 +101,23 @@ def test_the_script_exits_with_the_verdict(ratio, code, tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == code, result.stdout + result.stderr
     assert "geometric mean by M" in result.stdout
+
+
+def test_tokens_without_a_must_are_held_against_the_line_between_their_neighbours():
+    assert targets.between(14336, 4096, 512) == targets.must_of(14336, 4096, 512)
+    assert 0.95 < targets.between(14336, 4096, 96) < targets.between(14336, 4096, 120) < 1.15
+    assert targets.between(1024, 4096, 96) is None, "only reported, as its neighbours are"
+    row = dict(n=14336, k=4096, m=96, ratio_dense=1.06)
+    assert targets.mark(row) == "" and targets.mark(row | dict(ratio_dense=1.07)) == "?"
+    assert targets.mark(row | dict(m=64)) == "!" and targets.mark(row | dict(m=128)) == ""
+
+
+def test_a_record_of_plain_scales_and_fewer_tokens_has_files_of_its_own_and_misses_only_what_it_names():
+    tokens = [64, 512]
+    record = record_at(0.999) | dict(scales="plain", tokens=tokens)
+    record["rows"] = [row for row in record["rows"] if row["m"] in tokens]
+    assert targets.misses(record) == []
+    text = targets.markdown(record)
+    assert "plain NF4" in text and "h200-linear-plain.svg" in text and "M 64 | M 512 |" in text and "M 128" not in text
+    record["rows"] = [row for row in record["rows"] if row["m"] == 64]
+    assert len(targets.misses(record)) == len(targets.cells([512]))
