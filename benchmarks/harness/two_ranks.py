@@ -78,8 +78,13 @@ def claims(found: dict) -> dict[str, tuple[bool, str]]:
 
 def markdown(record: dict) -> str:
     lines = [f"{'ok ' if holds else 'BAD'} {text}: {figures}" for text, (holds, figures) in record["claims"].items()]
-    apart = ", ".join(f"{rank['split_difference']:.2e}" for rank in record["ranks"])
-    lines.append(f"    a split batch against the whole one, worst tensor, norm of the difference by norm: {apart}")
+    for name, text in (
+        ("split", "a split batch against the whole one"),
+        ("half", "half a batch against the whole one"),
+    ):
+        worst = ", ".join(f"{rank[f'{name}_difference']:.2e}" for rank in record["ranks"])
+        every = ", ".join(f"{rank[f'{name}_whole_difference']:.2e}" for rank in record["ranks"])
+        lines.append(f"    {text}, norm of the difference by norm: all tensors {every}, the worst {worst}")
     head = f"# Two ranks over one host arena, {record['device']}\n\n`{record['command']}`, commit {record['commit']}; "
     return f"{head}torch {record['torch']}.\n\n```\n" + "\n".join(lines) + "\n```\n"
 

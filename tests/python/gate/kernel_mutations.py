@@ -32,8 +32,7 @@ KERNEL_MUTATIONS = (
         {"determinism": frozenset({1}), "aliasing": frozenset({3}), "equality": frozenset({3})},
     ),
     # The hopper kernels, at M 300 and 600. The stack of aliasing is small_m's, which puts x in order long before wgmma
-    # reads it: the stress test does not catch a missing fence there either. In the model of equality one linear of a
-    # layer takes a hopper kernel: of two runs one was red, so this cell may fail until that model is larger.
+    # reads it: the stress test does not catch a missing fence there either.
     KernelMutation(
         "missing fence", ("no_proxy_fence",), {"numerics": frozenset({1}), "determinism": RED, "equality": RED}
     ),

@@ -50,6 +50,12 @@ def difference(found, expected) -> float:
     return max(((found[n].float() - t.float()).norm() / t.float().norm()).item() for n, t in expected.items())
 
 
+def whole_difference(found, expected) -> float:
+    """Norm of the difference by norm, of all tensors together."""
+    apart = sum((found[n].double() - t.double()).square().sum() for n, t in expected.items())
+    return (apart / sum(t.double().square().sum() for t in expected.values())).sqrt().item()
+
+
 class Broadcasts:
     """Bytes that DDP broadcasts at its start and in its forwards, while this is in force."""
 
@@ -111,6 +117,8 @@ def run(options) -> None:
         "same": equal(same, alone),
         "split": equal(split, halves),
         "split_difference": difference(split, alone),
+        "split_whole_difference": whole_difference(split, alone),
+        "half_whole_difference": whole_difference(half_alone, alone),
         "half_difference": difference(half_alone, alone),  # what split would be without the reduction
         "broadcast_bytes": broadcasts.bytes,
         "adapter_bytes": sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
