@@ -48,7 +48,7 @@ def determinism():
 
 
 def memory():
-    gate = MemoryGate("cpu", MemorySizes(((2880, 8192, 1),), (3,), 64, 4))
+    gate = MemoryGate("cpu", MemorySizes(((6144, 8192, 1),), (3,), 64, 4))
     gate.cells = [cell for cell in gate.cells if not cell.name.endswith("grad_input")]
     return run_checks(gate)
 

@@ -1,5 +1,7 @@
 """The memory gate: every exit code, and what its measures see."""
 
+import mmap
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from nybble.gate.training.store import Shape
 
 STEPS = Sizes((), (3, 5), dim=64, tokens=4)
 MODEL = Sizes((), (3, 5), 64, 4, (2,), Shape(128, 128, 3, 4, 2, 32))
-MULTIPLY = Sizes(((2880, 8192, 1),), (), dim=64, tokens=4)
+MULTIPLY = Sizes(((6144, 8192, 1),), (), dim=64, tokens=4)
 needs_resident_peak = pytest.mark.skipif(ResidentPeak().fault() is not None, reason="no resettable high-water mark")
 
 
@@ -71,6 +73,21 @@ def test_a_product_that_dequantises_is_wrong():
 def test_a_weight_that_the_limit_could_not_show_is_no_verdict():
     gate = MemoryGate("cpu", Sizes(((64, 64, 1),), (), 64, 4))
     assert run_checks(gate).verdict == Verdict.NO_VERDICT
+
+
+@needs_resident_peak
+def test_on_many_cpus_the_mark_lacks_so_much_that_this_weight_is_no_verdict(monkeypatch):
+    gate = MemoryGate("cpu", MULTIPLY)
+    gate.cells = gate.cells[:1]
+    monkeypatch.setattr(ResidentPeak, "unseen", lambda self: 64 * MIB)
+    report = run_checks(gate)
+    assert report.verdict == Verdict.NO_VERDICT and "would not show" in str(report.faults + report.results)
+
+
+def test_what_the_mark_may_lack_grows_with_the_square_of_the_cpus(monkeypatch):
+    for cpus, pages in ((2, 2 * 32), (32, 32 * 64), (128, 128 * 256)):
+        monkeypatch.setattr("os.cpu_count", lambda cpus=cpus: cpus)
+        assert ResidentPeak().unseen() == pages * mmap.PAGESIZE
 
 
 def test_the_ledger_counts_storages_that_live_at_once():

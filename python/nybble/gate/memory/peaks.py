@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,13 @@ class ResidentPeak:
         except (OSError, AttributeError, KeyError) as error:
             return f"the high-water mark of resident memory cannot be reset here ({type(error).__name__}: {error})"
         return None
+
+    def unseen(self) -> int:
+        """Bytes that the mark may lack: each CPU keeps up to max(32, 2 x CPUs) pages to itself before Linux adds them
+        to the sum that the mark is read from (kernel: lib/percpu_counter.c).
+        """
+        cpus = os.cpu_count() or 1
+        return cpus * max(32, 2 * cpus) * mmap.PAGESIZE
 
     def held(self, call: Callable[[], Any]) -> int:
         """Bytes at the peak, without what the call returns. Good to a few MiB: heaps keep small blocks."""
