@@ -40,17 +40,17 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--note", action="append", default=[], help="a sentence for the record, may be repeated")
 
 
-def finish(report: Report, options: argparse.Namespace, *, lines: Iterable[str] = (), parts: int = 0) -> int:
+def finish(report: Report, options: argparse.Namespace, *, lines: Iterable[str] = ()) -> int:
     """Prints the report, writes the record that was asked for, and returns the exit code."""
     lines = list(lines)
     report.findings["card"] = card(options.device)
-    data = as_json(report, parts)
+    data = as_json(report)
     if options.json:
         print(json.dumps(data, indent=1))
     else:
-        print("\n".join([report.question, "", *lines, *([""] if lines else []), *verdict_lines(report, parts)]))
+        print("\n".join([report.question, "", *lines, *([""] if lines else []), *verdict_lines(report)]))
     if options.record is not None:
-        text = lines + verdict_lines(report, parts)
+        text = lines + verdict_lines(report)
         record.write(options.record, data, text=text, notes=options.note, arguments=options.arguments)
     return int(report.verdict)
 

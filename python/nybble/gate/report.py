@@ -25,12 +25,12 @@ def pattern(wrong: frozenset[int], parts: int) -> str:
     return "".join("X" if part in wrong else "." for part in range(parts))
 
 
-def shown(result: Result, parts: int) -> str:
+def shown(result: Result) -> str:
     """A cell's backward in one word."""
-    return result.shown if result.raised is not None else pattern(result.backward_wrong, parts)
+    return result.shown if result.raised is not None else pattern(result.backward_wrong, result.parts)
 
 
-def reasons(report: Report, parts: int) -> list[str]:
+def reasons(report: Report) -> list[str]:
     """Every line that explains a verdict other than ok."""
     lines = list(report.faults)
     if report.soundness_only and not all(r.as_expected for r in report.results):
@@ -48,15 +48,15 @@ def reasons(report: Report, parts: int) -> list[str]:
         where = f"{result.arm} | {result.cell}"
         lines += [f"{where}: {fault}" for fault in result.faults]
         if not result.as_expected:
-            want = "raises" if result.expected.stale else pattern(result.expected.wrong, parts)
+            want = "raises" if result.expected.stale else pattern(result.expected.wrong, result.parts)
             error = f" ({result.raised})" if result.raised else ""
-            forward = f", forward {pattern(result.forward_wrong, parts)}" if result.forward_wrong else ""
-            lines.append(f"{where}: backward {shown(result, parts)}, expected {want}{forward}{error}")
+            forward = f", forward {pattern(result.forward_wrong, result.parts)}" if result.forward_wrong else ""
+            lines.append(f"{where}: backward {shown(result)}, expected {want}{forward}{error}")
     lines += [f"{claim.text}: {claim.found}" for claim in report.claims if not claim.holds]
     return lines
 
 
-def verdict_lines(report: Report, parts: int) -> list[str]:
+def verdict_lines(report: Report) -> list[str]:
     """The end of every gate's printout: counts by direction, arms left out, the verdict and why."""
     compared = [r for r in report.results if isinstance(r, Result) and r.raised is None]
     forward = sum(r.forward_compared for r in compared), sum(len(r.forward_wrong) for r in compared)
@@ -70,7 +70,7 @@ def verdict_lines(report: Report, parts: int) -> list[str]:
         ]
     lines += checks.summary_lines(report)
     lines += [f"not run: {arm} ({why})" for arm, why in report.not_run.items()]
-    why = reasons(report, parts)
+    why = reasons(report)
     lines += [f"  {reason}" for reason in why[:SHOWN]]
     if len(why) > SHOWN:
         lines.append(f"  and {len(why) - SHOWN} more, see --json")
@@ -94,27 +94,27 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def as_json(report: Report, parts: int) -> dict[str, Any]:
+def as_json(report: Report) -> dict[str, Any]:
     """The whole report as plain data."""
     return {
         "gate": report.gate,
         "question": report.question,
         "verdict": int(report.verdict),
         "meaning": MEANING[report.verdict],
-        "reasons": reasons(report, parts),
+        "reasons": reasons(report),
         "not_run": report.not_run,
         "machine": machine(),
         "seconds": report.seconds,
         "claims": [{"claim": c.text, "holds": c.holds, "found": c.found} for c in report.claims],
         "findings": report.findings,
         "results": [
-            checks.row_json(result) if isinstance(result, checks.Row) else _result_json(result, parts)
+            checks.row_json(result) if isinstance(result, checks.Row) else _result_json(result)
             for result in report.results
         ],
     }
 
 
-def _result_json(result: Result, parts: int) -> dict[str, Any]:
+def _result_json(result: Result) -> dict[str, Any]:
     return {
         "arm": result.arm,
         "role": result.role,
@@ -125,8 +125,8 @@ def _result_json(result: Result, parts: int) -> dict[str, Any]:
             "wrong": sorted(result.backward_wrong),
             "largest_difference": [None if d == float("inf") else d for d in result.backward_difference],
         },
-        "shown": shown(result, parts),
-        "expected": "raises" if result.expected.stale else pattern(result.expected.wrong, parts),
+        "shown": shown(result),
+        "expected": "raises" if result.expected.stale else pattern(result.expected.wrong, result.parts),
         "as_expected": result.as_expected,
         "raised": result.raised,
         "launches": result.launches,

@@ -85,11 +85,11 @@ class Gate(Protocol):
     question: str
     arms: Sequence[Any]
     cells: Sequence[Any]
-    parts: int  # per outcome: number of layers
     soundness_only: (
         bool  # the cells take away what the gate is about: every arm must be right, else the harness is unsound
     )
 
+    def parts_of(self, cell: Any) -> int: ...  # layers of an outcome
     def runs(self, arm: Any, cell: Any) -> bool: ...
     def reference_key(self, arm: Any, cell: Any) -> Hashable: ...
     def reference(self, arm: Any, cell: Any) -> Outcome: ...
@@ -105,6 +105,7 @@ class Result:
     arm: str
     role: str
     cell: str
+    parts: int  # layers
     forward_difference: list[float]
     backward_difference: list[float]
     forward_compared: int
@@ -222,7 +223,7 @@ def run_gate(gate: Gate, *, repeats: int = 1, algorithms: str = "error") -> Repo
                 if key not in references:
                     references[key] = gate.reference(arm, cell)
                     report.faults += a_against_a(
-                        references[key], gate.reference(arm, cell), gate.parts, f"{arm.name} | {cell.name}"
+                        references[key], gate.reference(arm, cell), gate.parts_of(cell), f"{arm.name} | {cell.name}"
                     )
             rounds = [[_results(gate, arm, cell, references[key]) for arm, key in pairs] for _ in range(repeats)]
             report.results += [_worst(list(chain(*runs))) for runs in zip(*rounds, strict=True)]
@@ -259,16 +260,17 @@ def _results(gate: Gate, arm: Any, cell: Any, reference: Outcome) -> list[Result
     """One run: a result for each of its backwards."""
     measured, expected = gate.measure(arm, cell), gate.expected(arm, cell)
     outcomes = measured if isinstance(measured, list) else [measured]
-    return [_result(arm, cell, outcome, expected, reference) for outcome in outcomes]
+    return [_result(arm, cell, gate.parts_of(cell), outcome, expected, reference) for outcome in outcomes]
 
 
-def _result(arm: Any, cell: Any, outcome: Outcome, expected: Expectation, reference: Outcome) -> Result:
+def _result(arm: Any, cell: Any, parts: int, outcome: Outcome, expected: Expectation, reference: Outcome) -> Result:
     forward, forward_compared = compare(outcome.forward, reference.forward) if outcome.raised is None else ([], 0)
     backward, backward_compared = compare(outcome.backward, reference.backward) if outcome.raised is None else ([], 0)
     result = Result(
         arm.name,
         Role(arm.role).value,
         cell.name,
+        parts,
         forward,
         backward,
         forward_compared,

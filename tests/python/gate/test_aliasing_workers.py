@@ -15,7 +15,7 @@ CELLS = all_cells((2, 3))
 
 
 def result(cell, arm="nybble"):
-    return Result(arm, "product", cell, [0.0], [0.0], 1, 1, None, False, Expectation(), None)
+    return Result(arm, "product", cell, 1, [0.0], [0.0], 1, 1, None, False, Expectation(), None)
 
 
 def report(names, claims=()):

@@ -94,10 +94,10 @@ def test_report_says_why():
     gate = ToyGate()
     faulty_product("odd")(gate)
     report = run_checks(gate)
-    text = "\n".join(verdict_lines(report, 0))
+    text = "\n".join(verdict_lines(report))
     assert "op | only: small: 101; even: 101; expected every check to hold" in text
     assert "control  large" in text and "must: small" in text
-    assert as_json(report, 0)["results"][0]["checks"]["small"] == {"holds": False, "found": "101"}
+    assert as_json(report)["results"][0]["checks"]["small"] == {"holds": False, "found": "101"}
 
 
 def test_a_record_has_what_is_needed_to_run_it_again(tmp_path, monkeypatch):
@@ -105,7 +105,7 @@ def test_a_record_has_what_is_needed_to_run_it_again(tmp_path, monkeypatch):
     report = run_checks(ToyGate())
     report.not_run["race"] = "no GPU"
     record.write(
-        tmp_path / "cpu-gate-toy.json", as_json(report, 0), text=["a table"], notes=["a surprise"], arguments=["toy"]
+        tmp_path / "cpu-gate-toy.json", as_json(report), text=["a table"], notes=["a surprise"], arguments=["toy"]
     )
     data = json.loads((tmp_path / "cpu-gate-toy.json").read_text())
     assert data["commit"] == "0123abc" and data["verdict"] == 0 and len(data["results"]) == 8
@@ -117,6 +117,6 @@ def test_a_record_has_what_is_needed_to_run_it_again(tmp_path, monkeypatch):
 def test_a_record_of_few_rows_keeps_the_words_of_checks_that_hold(tmp_path, monkeypatch):
     for few, words in ((20, True), (7, False)):
         monkeypatch.setattr(record, "FEW", few)
-        record.write(tmp_path / "few.json", as_json(run_checks(ToyGate()), 0), text=[], notes=[], arguments=["toy"])
+        record.write(tmp_path / "few.json", as_json(run_checks(ToyGate())), text=[], notes=[], arguments=["toy"])
         results = json.loads((tmp_path / "few.json").read_text())["results"]
         assert any(c["found"] for r in results for c in r["checks"].values() if c["holds"]) == words

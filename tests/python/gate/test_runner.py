@@ -49,7 +49,9 @@ class ToyGate:
     soundness_only: bool = False
     name: str = "toy"
     question: str = "does the runner see it?"
-    parts: int = PARTS
+
+    def parts_of(self, cell):
+        return PARTS
 
     def runs(self, arm, cell):
         return True
@@ -208,7 +210,7 @@ def test_launches_other_than_expected_are_3(measured, reference):
 def test_difference_with_nothing_recycled_is_3_and_not_an_accusation():
     report = run_gate(ToyGate(arms=(Arm("op", "product", frozenset({1})), NATIVE), soundness_only=True))
     assert report.verdict == Verdict.NO_VERDICT
-    assert any("harness is unsound" in line for line in verdict_lines(report, PARTS))
+    assert any("harness is unsound" in line for line in verdict_lines(report))
     assert run_gate(ToyGate(arms=(PRODUCT, NATIVE), soundness_only=True)).verdict == Verdict.OK
 
 
@@ -230,10 +232,10 @@ def test_one_bad_backward_among_the_good_ones_of_a_run_counts():
 
     report = run_gate(ToyGate(edit=several(False)), repeats=2)
     assert report.verdict == Verdict.OK
-    assert as_json(report, PARTS)["results"][2]["measured"] == {"X..": 6}
+    assert as_json(report)["results"][2]["measured"] == {"X..": 6}
     report = run_gate(ToyGate(edit=several(True)), repeats=2)
     assert report.verdict == Verdict.PRODUCT_WRONG
-    assert as_json(report, PARTS)["results"][0]["measured"] == {"...": 4, "..X": 2}
+    assert as_json(report)["results"][0]["measured"] == {"...": 4, "..X": 2}
 
 
 def test_difference_is_zero_only_for_equal_bits_without_nan():
@@ -247,9 +249,9 @@ def test_difference_is_zero_only_for_equal_bits_without_nan():
 
 def test_report_says_why_and_survives_json():
     report = run_gate(ToyGate(arms=(PRODUCT, Arm("bad op", "control"))))
-    text = "\n".join(verdict_lines(report, PARTS))
+    text = "\n".join(verdict_lines(report))
     assert "bad op | only: backward ..., expected X.." in text
-    data = as_json(report, PARTS)
+    data = as_json(report)
     assert data["verdict"] == 2
     assert [r["shown"] for r in data["results"]] == ["...", "..."]
 

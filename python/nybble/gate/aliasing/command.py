@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     report = run_shared(judge, options, gate.cells, count) if count > 1 else judge(options, names)
     report.not_run |= left_out
     report.findings |= {"runs": runs(options), "backwards_of_a_run": gate.backwards, "processes": count}
-    return finish(report, options, lines=render(report, gate.cells, gate.parts), parts=gate.parts)
+    return finish(report, options, lines=render(report, gate.cells))
 
 
 def make_gate(options: argparse.Namespace) -> AliasingGate:

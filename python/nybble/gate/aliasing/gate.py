@@ -86,6 +86,9 @@ class AliasingGate:
         self._bases: dict[Hashable, Base] = {}
         self._parameters: dict[Stack, Parameters] = {}
 
+    def parts_of(self, cell) -> int:
+        return self.parts
+
     def runs(self, arm: AliasingArm, cell: Cell) -> bool:
         """A reentrant checkpoint recomputes before it reads: nothing can break there, so the controls stay away. A
         layer of the linear stack is its weight, so there is no part of it to copy.

@@ -9,8 +9,8 @@ from nybble.gate.report import shown
 from nybble.gate.runner import Report, Result, Role
 
 
-def render(report: Report, cells: list[Cell], parts: int) -> list[str]:
-    """The lines before the verdict. `parts` is the number of layers."""
+def render(report: Report, cells: list[Cell]) -> list[str]:
+    """The lines before the verdict."""
     by_cell: dict[str, list[Result]] = {}
     for result in report.results:
         by_cell.setdefault(result.cell, []).append(result)
@@ -19,20 +19,20 @@ def render(report: Report, cells: list[Cell], parts: int) -> list[str]:
         + ", ".join(f"{mib:g} MiB ({kind})" for kind, mib in report.findings["layer_mib"].items())
     ]
     if cells and cells[0].name in by_cell:
-        lines += first_cell(by_cell[cells[0].name], cells[0], parts)
-    lines += every_cell(by_cell, cells, parts)
+        lines += first_cell(by_cell[cells[0].name], cells[0])
+    lines += every_cell(by_cell, cells)
     if report.claims:
         lines += ["", "Slots read on purpose, against the rules"]
         lines += [f"  {'ok ' if claim.holds else 'BAD'} {claim.text}: {claim.found}" for claim in report.claims]
     return lines
 
 
-def first_cell(results: list[Result], cell: Cell, parts: int) -> list[str]:
+def first_cell(results: list[Result], cell: Cell) -> list[str]:
     """Largest difference of a gradient from the one through private buffers, layer by layer."""
     results = [r for r in results if r.raised is None]
     width = max([26, *(len(r.arm) + 13 for r in results)])
     lines = [cell.name, "layer  " + "".join(f"{r.arm + ' vs private':>{width}}" for r in results)]
-    for layer in range(parts):
+    for layer in range(max((r.parts for r in results), default=0)):
         entries = (r.backward_difference[layer] for r in results)
         lines.append(
             f"{layer:>5}  " + "".join(f"{d:>{width - 9}.6e} {'MISMATCH' if d else '  ok    '}" for d in entries)
@@ -40,10 +40,11 @@ def first_cell(results: list[Result], cell: Cell, parts: int) -> list[str]:
     return lines
 
 
-def every_cell(by_cell: dict[str, list[Result]], cells: list[Cell], parts: int) -> list[str]:
+def every_cell(by_cell: dict[str, list[Result]], cells: list[Cell]) -> list[str]:
     """One line a cell: X = a layer with wrong gradients, * = not as predicted, ~ = an unsafe op with right numbers."""
     arms = list(dict.fromkeys(r.arm for results in by_cell.values() for r in results))
-    width = max(parts + 2, *(len(arm) + 2 for arm in arms)) if arms else 0
+    layers = max((r.parts for results in by_cell.values() for r in results), default=0)
+    width = max([layers + 2, *(len(arm) + 2 for arm in arms)])
     lines = [
         "",
         "Backward by layer: X wrong, . right; 'raises' = the owner check; ~ hides the defect; * not as predicted",
@@ -54,13 +55,13 @@ def every_cell(by_cell: dict[str, list[Result]], cells: list[Cell], parts: int) 
         lines += ["", heading, f"{'slots  checkpoint':<24}" + "".join(f"{arm:<{width}}" for arm in arms)]
         for cell in group:
             found = {r.arm: r for r in by_cell.get(cell.name, [])}
-            marks = (_mark(found[arm], parts) if arm in found else "-" for arm in arms)
+            marks = (_mark(found[arm]) if arm in found else "-" for arm in arms)
             lines.append(f"{cell.slots:>5}  {cell.mode.value:<17}" + "".join(f"{mark:<{width}}" for mark in marks))
     return lines
 
 
-def _mark(result: Result, parts: int) -> str:
-    text = shown(result, parts)
+def _mark(result: Result) -> str:
+    text = shown(result)
     if not result.as_expected or result.faults:
         return text + "*"
     hides = result.role == Role.CONTROL.value and result.raised is None and not result.backward_wrong

@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
         finally:
             gate.close()
     report.not_run |= other_cards(options.device)
-    return command.finish(report, options, lines=table(report, gate.parts), parts=gate.parts)
+    return command.finish(report, options, lines=table(report))
 
 
 def other_cards(device: str) -> dict[str, str]:
@@ -110,12 +110,12 @@ def unrun(why: str) -> Report:
     )
 
 
-def table(report: Report, parts: int) -> list[str]:
+def table(report: Report) -> list[str]:
     """One line a cell and arm; forward and backward apart."""
     lines = [f"{'cell':<28} {'arm':<26} {'forward':<12} backward"]
     for result in (r for r in report.results if isinstance(r, Result)):
         mark = "" if result.as_expected and not result.faults else " *"
-        ahead = "-" if result.raised else f"{len(result.forward_wrong)} of {parts}"
-        lines.append(f"{result.cell:<28} {result.arm:<26} {ahead:<12} {shown(result, parts)}{mark}")
+        ahead = "-" if result.raised else f"{len(result.forward_wrong)} of {result.parts}"
+        lines.append(f"{result.cell:<28} {result.arm:<26} {ahead:<12} {shown(result)}{mark}")
     lines += [f"{'ok ' if c.holds else 'BAD'} {c.text}: {c.found}" for c in report.claims]
     return [*lines, "forward: layers that differ; backward by layer: X wrong, . right; * not as predicted"]

@@ -85,6 +85,9 @@ class EqualityGate:
             models.close(model)
         self.folder.cleanup()
 
+    def parts_of(self, cell) -> int:
+        return self.parts
+
     def runs(self, arm: EqualityArm, cell: EqualityCell) -> bool:
         return True
 

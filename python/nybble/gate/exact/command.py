@@ -30,7 +30,7 @@ def sizes_of(device: str, full: bool):
     if not full:
         shapes = {"small": Shape(1024, 2816, 6, 8, 4, 1024), "wide": Shape(1024, 4096, 6, 8, 4, 1024)}
         return Sizes(shapes, (64, 128, 512), (2, 3, 4), **ON_CUDA)
-    shapes = {"8b": Shape(4096, 14336, 6, 32, 8, 4096), "32b": Shape(5120, 27648, 6, 40, 8, 4096)}
+    shapes = {"8b": Shape(4096, 14336, 32, 32, 8, 4096), "32b": Shape(5120, 27648, 8, 40, 8, 4096)}
     return Sizes(shapes, (128, 1024, 4096), (2, 3, 4), **ON_CUDA)
 
 
@@ -93,10 +93,10 @@ def run(options: argparse.Namespace) -> int:
         "building_seconds": gate.building_seconds,
         "refills": gate.refills,
     }
-    return command.finish(report, options, lines=table(report, gate.parts), parts=gate.parts)
+    return command.finish(report, options, lines=table(report))
 
 
-def table(report: Report, parts: int) -> list[str]:
+def table(report: Report) -> list[str]:
     """One line a cell and arm, with the number of tensors that were compared in each repeat."""
     found, results = report.findings, [r for r in report.results if isinstance(r, Result)]
     width = max([len(r.cell) for r in results], default=4)
@@ -107,7 +107,7 @@ def table(report: Report, parts: int) -> list[str]:
     for result in results:
         mark = "" if result.as_expected and not result.faults else " *"
         ahead = "-" if result.raised else f"{result.forward_compared}, {len(result.forward_wrong)} wrong"
-        behind = f"{result.backward_compared}, {shown(result, parts)}" if not result.raised else shown(result, parts)
+        behind = f"{result.backward_compared}, {shown(result)}" if not result.raised else shown(result)
         lines.append(f"{result.cell:<{width}}  {result.arm:<26} {ahead:<14} {behind}{mark}")
     lines += [f"{'ok ' if c.holds else 'BAD'} {c.text}: {c.found}" for c in report.claims]
     return [

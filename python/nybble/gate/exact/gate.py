@@ -26,7 +26,7 @@ LATE_WINDOW = 2
 
 @dataclass(frozen=True)
 class Sizes:
-    """shapes: by name, all with as many layers. late, ordinary: the ring's options for cells with late copies and for
+    """shapes: by name. late, ordinary: the ring's options for cells with late copies and for
     the others.
     """
 
@@ -92,10 +92,9 @@ class ExactGate:
     def __init__(self, device: str, sizes: Sizes, seed: int = 0):
         self.device, self.sizes, self.seed = torch.device(device), sizes, seed
         self.arms, self.cells = default_arms(), cells_of(sizes)
-        self.parts = next(iter(sizes.shapes.values())).layers
         self.now: tuple[str, ShapeModels] | None = None  # one shape at a time is in memory
         self.zero_adapters = False
-        self.linears: dict[str, dict[Any, int]] = {}
+        self.linears: dict[tuple[str, str], dict[Any, int]] = {}  # by shape and adapters, then by model
         self.refills: dict[str, int] = {}
         self.late_steps: list[tuple[int, float]] = []  # refills and seconds
         self.building_seconds = 0.0
@@ -123,12 +122,15 @@ class ExactGate:
     def _count_linears(self, cell: ExactCell, found: ShapeModels) -> None:
         counts = {name: len(models.streamed_linears(model)) for name, model in found.streamed.items()}
         counts["resident"] = len(models.switched_linears(found.resident))
-        self.linears[f"{cell.shape}, {cell.targets}"] = counts
+        self.linears[cell.shape, cell.targets] = counts
         if self.zero_adapters:
             for model in (found.resident, *found.streamed.values()):
                 for name, parameter in model.named_parameters():
                     if "lora_B" in name:
                         parameter.data.zero_()
+
+    def parts_of(self, cell: ExactCell) -> int:
+        return self.sizes.shapes[cell.shape].layers
 
     def ids(self, cell: ExactCell) -> torch.Tensor:
         """One sequence, or two where they are long."""
@@ -165,21 +167,25 @@ class ExactGate:
     def expected(self, arm: EqualityArm, cell: ExactCell) -> Expectation:
         """A kept weight is right in the layers whose slot was not refilled when their backward began: the last ones."""
         if arm.kept:
-            return Expectation(stale=True) if arm.checked else Expectation(wrong=frozenset(range(self.parts - 2)))
-        each = 7 * self.parts
+            return (
+                Expectation(stale=True)
+                if arm.checked
+                else Expectation(wrong=frozenset(range(self.parts_of(cell) - LATE_WINDOW)))
+            )
+        each = 7 * self.parts_of(cell)
         return Expectation(launches={"forward": each if cell.policy == "keep" else 2 * each, "grad_input": each})
 
     def claims(self) -> list[Claim]:
         """What the equalities rest on."""
-        each = 7 * self.parts
-        switched = all(count == each for counts in self.linears.values() for count in counts.values())
+        each = {name: 7 * shape.layers for name, shape in self.sizes.shapes.items()}
+        switched = all(count == each[shape] for (shape, _), found in self.linears.items() for count in found.values())
         ran = [dataclasses.asdict(cell) for cell in self.cells if not cell.late]
         covered = set().union(*(covering.pairs_of({k: v for k, v in cell.items() if k != "late"}) for cell in ran))
         wanted = covering.all_pairs(factors(self.sizes))
         counts = sorted({count for counts in self.linears.values() for count in counts.values()})
         fewest = min(self.refills.values(), default=0)
         found = [
-            Claim(f"every model has {each} linears switched", switched, f"{counts} in {len(self.linears)} sets"),
+            Claim("every model has 7 linears a layer switched", switched, f"{counts} in {len(self.linears)} sets"),
             Claim("every pair occurs in a cell", wanted <= covered, f"{len(wanted & covered)} of {len(wanted)}"),
             Claim("slots were refilled in every cell", fewest > 0, f"at least {fewest} refills in a cell"),
         ]

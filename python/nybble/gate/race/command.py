@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         "sweep": [{"visits": p.visits, "delay_us": p.delay_us, "wrong_layers": p.wrong_layers} for p in gate.points],
         "threshold": gate.threshold(),
     }
-    lines = table(report, gate.parts) + sweep_lines(report, gate.parts)
+    lines = table(report) + sweep_lines(report, gate.parts)
     if points:
         report.findings["size_against_rate"] = [point.as_data() for point in points]
         report.findings["explanation"] = grid.conclusion(points)
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         report.not_run["layer size against link rate"] = "--full, or a GPU"
     report.not_run["a link that is slow by itself"] = "a slower link is emulated by copies that begin late"
-    return command.finish(report, options, lines=lines, parts=gate.parts)
+    return command.finish(report, options, lines=lines)
 
 
 def sweep_lines(report: Report, parts: int) -> list[str]:
