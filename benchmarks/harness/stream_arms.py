@@ -80,6 +80,10 @@ class Arms:
         """From host to device, so far."""
         return 0
 
+    def fingerprint(self) -> float:
+        """Changes with the adapters."""
+        return torch.stack([p.detach().double().square().sum() for p in self.adapters]).sum().item()
+
     def gradient_norm(self) -> float:
         return torch.nn.utils.get_total_norm([p.grad for p in self.adapters]).item()
 

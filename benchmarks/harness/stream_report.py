@@ -11,9 +11,15 @@ SAVINGS = (
     ("no_copies_keep", "no_copies", "keep takes off without copies"),
     ("peer_nybble", "peer", "our multiply takes off soup-cli's step"),
 )
-RATIOS = {"ratio_dequant": "the dequantise arm", "ratio_peer": "soup-cli"}
-# What the targets say: streamed's time by the other's, or 1 in the interval; what keep takes off, by length.
+# Of streamed's row: its time by that of another arm. Above 1, streaming with our multiply is the slower one.
+RATIOS = {"ratio_dequant": ("streamed_dequant", "the dequantise arm"), "ratio_peer": ("peer", "soup-cli")}
+TIME_OF_RESIDENT = "time_of_resident"  # the same beside the resident arm
+# What the targets say: streamed's time by the other's, or 1 in the interval; what keep takes off, by length; the rate
+# beside the resident model's from this length on; the share of the link where copies are the limit; the peak.
 SLOWER, KEEP_SAVES = 1.01, 0.2
+RESIDENT_RATE, COMPUTE_BOUND_TOKENS = 0.97, 8192
+LINK_SHARE = 0.95
+PEAK_SLACK_MIB = 64
 KEEP_TARGETS = {512: "keep takes off without copies", 8192: "keep takes off"}
 MAX_WIDTH = 0.1
 COLUMNS = (
@@ -106,6 +112,8 @@ def faults_of(case: dict) -> list[str]:
             found.append(f"no verdict on {where}: {len(row['rounds_ms'])} rounds")
         elif not row["gradient_norm"] > 0 or row["loss_first"] == row["loss_last"]:
             found.append(f"{where} did not train: gradient norm {row['gradient_norm']}, loss {row['loss_last']}")
+        elif row.get("adapters_moved") == 0:
+            found.append(f"{where} did not train: no adapter changed")
         paths = set(row["paths"])
         expected = PATHS.get(row["arm"])
         if (expected is not None and paths != expected) or (expected is None and paths in (set(), {"dequant"})):
@@ -187,15 +195,44 @@ def verdicts(case: dict) -> list[str]:
     lines = []
     for tokens in lengths(case):
         row, at = find(case, "streamed", tokens), f"{tokens} tokens"
-        for key, name in RATIOS.items():
+        for key, (_, name) in RATIOS.items():
             if key in row and len(row["rounds_ms"]) >= LEAST_PAIRS:
                 middle, low, high = row[key]
                 lines.append(judge(f"Not slower than {name}", at, row[key], 1, middle <= SLOWER or low <= 1 <= high))
+        if TIME_OF_RESIDENT in row and tokens >= COMPUTE_BOUND_TOKENS and len(row["rounds_ms"]) >= LEAST_PAIRS:
+            rate = [1 / ratio for ratio in (row[TIME_OF_RESIDENT][i] for i in (0, 2, 1))]
+            lines.append(
+                judge(f"{RESIDENT_RATE} of the resident rate", at, rate, RESIDENT_RATE, rate[0] >= RESIDENT_RATE)
+            )
+        lines += [*link_verdict(case, tokens, at), *peak_verdict(case, tokens, at)]
         keep = case.get("savings", {}).get(str(tokens), {}).get(KEEP_TARGETS.get(tokens))
         if keep is not None:
             name = f"{KEEP_TARGETS[tokens].capitalize()} 20% or more"
             lines.append(judge(name, at, keep, KEEP_SAVES, keep[0] >= KEEP_SAVES))
     return lines
+
+
+def link_verdict(case: dict, tokens: int, at: str) -> list[str]:
+    """Where a step's bytes at the copy rate take longer than the step without copies."""
+    row, free = find(case, "streamed", tokens), find(case, "no_copies", tokens)
+    if not row.get("ratio_link") or "step_ms" not in free:
+        return []
+    copies_ms = row["ratio_link"] * row["step_ms"]
+    if copies_ms <= free["step_ms"]:
+        return []
+    word = "holds" if row["ratio_link"] >= LINK_SHARE else "MISSED"
+    bound = f"copies {copies_ms:.0f} ms, a step without them {free['step_ms']:.0f} ms"
+    return [f"* {LINK_SHARE} of the link, {at} ({bound}): {row['ratio_link']:.3f}, {word}."]
+
+
+def peak_verdict(case: dict, tokens: int, at: str) -> list[str]:
+    ours, predicted = find(case, "streamed", tokens).get("peak_allocated_mib"), predicted_peak_mib(case, tokens)
+    if ours is None or predicted is None:
+        return []
+    word = "holds" if ours <= predicted + PEAK_SLACK_MIB else "MISSED"
+    return [
+        f"* Peak at most resident - base + slots + {PEAK_SLACK_MIB} MiB, {at}: {ours - predicted:+.0f} MiB, {word}."
+    ]
 
 
 def times(case: dict) -> list[str]:
@@ -205,7 +242,7 @@ def times(case: dict) -> list[str]:
         row = find(case, "streamed", tokens)
         found = [
             f"{row[key][0]:.3f} ({row[key][1]:.3f} .. {row[key][2]:.3f}) of the time of {name}"
-            for key, name in RATIOS.items()
+            for key, (_, name) in RATIOS.items()
             if key in row
         ]
         for less, more, text in SAVINGS:

@@ -9,13 +9,10 @@ import time
 
 import torch
 from stream_arms import GARBAGE
-from stream_report import SAVINGS
+from stream_report import RATIOS, SAVINGS, TIME_OF_RESIDENT
 from visit_profile import no_collector
 
 from nybble.gate.training.timing import saving
-
-# Of streamed's row: its time by that of another arm. Above 1, streaming with our multiply is the slower one.
-RATIOS = {"ratio_dequant": "streamed_dequant", "ratio_peer": "peer"}
 
 
 @contextlib.contextmanager
@@ -53,7 +50,7 @@ def turn(case, arm: str, tokens: int, ids: torch.Tensor) -> tuple[float, float, 
     for group in model.optimiser.param_groups:
         group["lr"] = 0.0 if arm in GARBAGE else 1e-4
     gc.collect()
-    case.sync()
+    before = model.fingerprint()  # waits for the device
     began, start = time.time(), time.perf_counter()
     for _ in range(steps):
         loss = model.step(ids)
@@ -61,13 +58,16 @@ def turn(case, arm: str, tokens: int, ids: torch.Tensor) -> tuple[float, float, 
     case.sync()
     took = (time.perf_counter() - start) / steps
     ended = time.time()
-    case.row(arm, tokens)["gradient_norm"] = model.gradient_norm()
+    row = case.row(arm, tokens)
+    row["gradient_norm"] = model.gradient_norm()
+    row["adapters_moved"] = row.get("adapters_moved", 0) + (model.fingerprint() != before)  # rounds
     return took, enqueued, began, ended, loss.item()
 
 
 def compare(case, tokens: int, times: dict[str, list[float]]) -> None:
     row = case.row("streamed", tokens)
-    for key, other in RATIOS.items():
+    others = {key: arm for key, (arm, _) in RATIOS.items()} | {TIME_OF_RESIDENT: "resident"}
+    for key, other in others.items():
         if "streamed" in times and other in times:
             found = saving(times[other], times["streamed"])
             row[key] = [1 - found.middle, 1 - found.high, 1 - found.low]

@@ -99,6 +99,21 @@ def test_pairs_of_one_round_give_the_ratios_and_the_savings():
     assert case.record["savings"] == {"512": {"keep takes off": [0.25, 0.25, 0.25]}}
 
 
+def test_the_time_of_the_resident_model_is_compared_too():
+    rows = {}
+    case = types.SimpleNamespace(row=lambda arm, tokens: rows.setdefault((arm, tokens), {}), record={"savings": {}})
+    stream_times.compare(case, 512, {"streamed": [2.0, 4.0, 8.0], "resident": [1.0, 2.0, 4.0]})
+    assert rows["streamed", 512] == {"time_of_resident": [2.0, 2.0, 2.0]}
+
+
+def test_a_fingerprint_changes_with_an_adapter(streamed):
+    arms, before = streamed, streamed.fingerprint()
+    assert arms.fingerprint() == before
+    with torch.no_grad():
+        arms.adapters[0].view(-1)[0].add_(1)
+    assert arms.fingerprint() != before
+
+
 def test_the_host_is_quiet_while_times_are_taken_and_as_it_was_afterwards():
     import gc
     import os

@@ -30,6 +30,7 @@ def row(arm: str, tokens: int) -> dict:
         spread=0.02,
         clock_mhz=1980,
         gradient_norm=0.5,
+        adapters_moved=3,
         loss_first=9.5,
         loss_last=9.4,
         paths={path: {"forward": 7, "grad_input": 7} for path in PATHS[arm]},
@@ -96,6 +97,45 @@ def test_targets_are_judged_by_intervals(case):
     assert "Not slower than soup-cli" not in report.markdown(record)
 
 
+RATES = {
+    "fast enough": ([1.01, 1.0, 1.02], "0.990 (0.980 .. 1.000), holds"),
+    "surely too slow": ([1.05, 1.04, 1.06], "0.952 (0.943 .. 0.962), MISSED"),
+    "too wide": ([1.02, 0.9, 1.2], "0.980 (0.833 .. 1.111), no verdict, the interval is too wide"),
+}
+
+
+@pytest.mark.parametrize("case", RATES)
+def test_the_rate_beside_the_resident_model_is_judged_at_lengths_that_compute(case):
+    times, words = RATES[case]
+    record = sound()
+    for streamed in (row for row in record["cases"][0]["rows"] if row["arm"] == "streamed"):
+        streamed.update(time_of_resident=times, rounds_ms=[100.0] * 5)
+    text = report.markdown(record)
+    assert f"* 0.97 of the resident rate, 8192 tokens: {words}." in text
+    assert "0.97 of the resident rate, 512 tokens" not in text
+
+
+def test_the_link_is_judged_where_copies_are_the_limit():
+    record = sound()
+    record["cases"][0]["rows"].append(row("resident", 512) | dict(arm="no_copies", garbage=True, step_ms=40.0))
+    assert (
+        "* 0.95 of the link, 512 tokens (copies 50 ms, a step without them 40 ms): 0.500, MISSED."
+        in report.markdown(record)
+    )
+    record["cases"][0]["rows"][0]["ratio_link"] = 0.96
+    assert "a step without them 40 ms): 0.960, holds." in report.markdown(record)
+    record["cases"][0]["rows"][-1]["step_ms"] = 97.0
+    assert "of the link, 512 tokens (" not in report.markdown(record)
+
+
+def test_the_peak_is_judged_against_its_formula():
+    record = sound()
+    text = "* Peak at most resident - base + slots + 64 MiB, 512 tokens: "
+    assert f"{text}+25 MiB, holds." in report.markdown(record)
+    record["cases"][0]["rows"][0]["peak_allocated_mib"] += 40
+    assert f"{text}+65 MiB, MISSED." in report.markdown(record)
+
+
 def test_what_keep_takes_off_is_judged_where_a_target_names_it():
     record = sound()
     record["cases"][0]["savings"] = {"512": {"keep takes off without copies": [0.19, 0.18, 0.195]}}
@@ -136,6 +176,7 @@ SPOILT = {
     "A against A": (lambda c: c["exact"]["again"].update(equal=400), "no verdict on equality"),
     "a loss that stays": (lambda c: c["rows"][0].update(loss_last=9.5), "did not train"),
     "no gradient": (lambda c: c["rows"][0].update(gradient_norm=0.0), "did not train"),
+    "adapters that stay": (lambda c: c["rows"][0].update(adapters_moved=0), "no adapter changed"),
     "NaN": (lambda c: c["rows"][0].update(gradient_norm=float("nan")), "did not train"),
     "one round": (lambda c: c["rows"][0].update(rounds_ms=[100.0]), "no verdict on streamed at 512 tokens: 1 rounds"),
     "a silent dequant": (lambda c: c["rows"][0].update(paths={"dequant": {}}), "took the paths ['dequant']"),
