@@ -1,10 +1,6 @@
-"""SIGKILL at random moments never leaves a torn store, and the resumed result has the bytes of an uninterrupted run.
-
-NYBBLE_KILLS=100 is the long version.
-"""
+"""SIGKILL at random moments never leaves a torn store, and the resumed result has the bytes of an uninterrupted run."""
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -18,7 +14,7 @@ from safetensors.torch import save_file
 
 from .conftest import command_path, digest, save_model
 
-KILLS = int(os.environ.get("NYBBLE_KILLS", "10"))
+KILLS = 100
 SEED = 20240607
 
 
