@@ -1,4 +1,5 @@
-"""A random NF4 store with the shape of a Llama, so that no gate needs a download, written as fast as memory takes it.
+"""A random NF4 store with the shape of a Llama or one of its kin, so that no gate needs a download; written as fast as
+memory takes it.
 
 Every layer has bytes of its own: a stale read of another layer would otherwise go unseen.
 """
@@ -16,12 +17,18 @@ from safetensors.torch import save_file
 from nybble.quant_state import nested_table, table
 
 BLOCK = 64
+FAMILIES = {  # by model_type: the class, and what its config has beside a Llama's
+    "llama": ("LlamaForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": None}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+}
 WRITERS = 8  # threads that write files while the next layer is made
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama."""
+    """Sizes of a Llama, or of another family."""
 
     hidden: int
     ffn: int
@@ -29,6 +36,7 @@ class Shape:
     heads: int
     kv_heads: int
     vocab: int
+    family: str = "llama"
 
     def projections(self) -> dict[str, tuple[int, int]]:
         """(out_features, in_features) of a layer's linears, by name."""
@@ -38,6 +46,16 @@ class Shape:
         sizes |= {f"mlp.{name}": (self.ffn, self.hidden) for name in ("gate_proj", "up_proj")}
         return sizes | {"mlp.down_proj": (self.hidden, self.ffn)}
 
+    def dense(self) -> dict[str, int]:
+        """Elements of a layer's tensors that are not in 4 bit, by name."""
+        norms = {f"{name}.weight": self.hidden for name in ("input_layernorm", "post_attention_layernorm")}
+        if self.family == "qwen3":
+            norms |= {f"self_attn.{name}.weight": self.hidden // self.heads for name in ("q_norm", "k_norm")}
+        if self.family != "qwen2":
+            return norms
+        rows = {name: n for name, (n, _) in self.projections().items()}
+        return norms | {f"self_attn.{name}.bias": rows[f"self_attn.{name}"] for name in ("q_proj", "k_proj", "v_proj")}
+
     @property
     def weights(self) -> int:
         """4-bit weights of all layers."""
@@ -45,9 +63,11 @@ class Shape:
 
     def config(self) -> dict:
         """config.json of the store."""
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+        architecture, more = FAMILIES[self.family]
+        return more | {
+            "architectures": [architecture],
+            "model_type": self.family,
+            "head_dim": self.hidden // self.heads,
             "hidden_size": self.hidden,
             "intermediate_size": self.ffn,
             "num_hidden_layers": self.layers,
@@ -83,14 +103,15 @@ def write_store(folder: Path, shape: Shape, device: torch.device, seed: int = 0)
             where.update(dict.fromkeys(tensors, name))
             waiting.append(pool.submit(save_file, tensors, folder / name, {"format": "pt"}))
 
-        rest = {"model.embed_tokens.weight": embedding.bfloat16().cpu(), "model.norm.weight": _ones(shape)}
+        rest = {"model.embed_tokens.weight": embedding.bfloat16().cpu(), "model.norm.weight": _ones(shape.hidden)}
         put("rest.safetensors", rest)
         for layer in range(shape.layers):
             prefix, tensors = f"model.layers.{layer}", {}
             for name, (n, k) in shape.projections().items():
                 tensors |= weight_tensors(f"{prefix}.{name}.weight", n, k, generator)
-            for norm in ("input_layernorm", "post_attention_layernorm"):
-                tensors[f"{prefix}.{norm}.weight"] = _ones(shape)
+            for name, count in shape.dense().items():
+                noise = 0.1 * torch.randn(count, generator=generator, device=device) if name.endswith("bias") else None
+                tensors[f"{prefix}.{name}"] = _ones(count) if noise is None else noise.bfloat16().cpu()
             put(f"layer-{layer:03d}.safetensors", tensors)
         for job in waiting:
             job.result()
@@ -126,5 +147,5 @@ def weight_tensors(key: str, n: int, k: int, generator: torch.Generator) -> dict
     }
 
 
-def _ones(shape: Shape) -> torch.Tensor:
-    return torch.ones(shape.hidden, dtype=torch.bfloat16)
+def _ones(count: int) -> torch.Tensor:
+    return torch.ones(count, dtype=torch.bfloat16)
