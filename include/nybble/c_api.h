@@ -78,6 +78,8 @@ NYBBLE_EXPORT int nybble_linear(const nybble_linear_call* call);
 NYBBLE_EXPORT int nybble_linear_workspace(const nybble_linear_call* call, int64_t* bytes);
 /* The plan or, where no fused path takes the call, the reason, as text: at most `size` bytes with the final zero. *fused: 1 or 0. */
 NYBBLE_EXPORT int nybble_linear_plan(const nybble_linear_call* call, int32_t* fused, char* text, size_t size);
+/* The plan as text, also where it is to dequantise: at most `size` bytes with the final zero. */
+NYBBLE_EXPORT int nybble_linear_explain(const nybble_linear_call* call, char* text, size_t size);
 
 /* Whether this build works on a device: an error (unsupported) with the reason where it does not, else 0. text: in what it works less well
  * there than elsewhere, one sentence, empty if in nothing; at most `size` bytes with the final zero. */

@@ -60,8 +60,7 @@ def _weight(args: WeightArgs) -> _Weight:
     )
 
 
-def _ask(x, weight, quant_state, bias, direction, batch_invariant) -> tuple[bool, str]:
-    """(a fused path takes it, the plan or the reason against)."""
+def _call_of(x, weight, quant_state, bias, direction, batch_invariant) -> _Call:
     if direction not in DIRECTIONS:
         raise ValueError(f"direction is {direction!r}, expected one of {', '.join(DIRECTIONS)}")
     args = weight_args(weight, quant_state)
@@ -74,7 +73,7 @@ def _ask(x, weight, quant_state, bias, direction, batch_invariant) -> tuple[bool
     if x.dim() == 0 or x.shape[-1] != columns:
         raise ValueError(f"x has shape {list(x.shape)}, expected its last dimension to be {columns} for {direction}")
     rows = x.reshape(-1, columns)
-    call = _Call(
+    return _Call(
         _weight(args),
         rows.shape[0],
         max(rows.stride(0), columns),
@@ -86,10 +85,6 @@ def _ask(x, weight, quant_state, bias, direction, batch_invariant) -> tuple[bool
         state_dtype=args.state_dtype,
         batch_invariant=batch_invariant,
     )
-    fused = ctypes.c_int32()
-    text = ctypes.create_string_buffer(_TEXT_BYTES)
-    check(lib.nybble_linear_plan(ctypes.byref(call), ctypes.byref(fused), text, ctypes.c_size_t(_TEXT_BYTES)))
-    return bool(fused.value), text.value.decode()
 
 
 def supports(
@@ -105,8 +100,10 @@ def supports(
 
     Arguments as for linear(); for direction "grad_input", x stands for grad_y [..., out_features]. Nothing is launched.
     """
-    fused, text = _ask(x, weight, quant_state, bias, direction, batch_invariant)
-    return None if fused else text
+    call, fused = _call_of(x, weight, quant_state, bias, direction, batch_invariant), ctypes.c_int32()
+    text = ctypes.create_string_buffer(_TEXT_BYTES)
+    check(lib.nybble_linear_plan(ctypes.byref(call), ctypes.byref(fused), text, ctypes.c_size_t(_TEXT_BYTES)))
+    return None if fused.value else text.value.decode()
 
 
 def explain(
@@ -119,4 +116,7 @@ def explain(
     batch_invariant: bool = False,
 ) -> str:
     """The plan that mode="auto" follows for this multiply, in words: path, tiles, workspace, measured or not, why."""
-    return _ask(x, weight, quant_state, bias, direction, batch_invariant)[1]
+    call = _call_of(x, weight, quant_state, bias, direction, batch_invariant)
+    text = ctypes.create_string_buffer(_TEXT_BYTES)
+    check(lib.nybble_linear_explain(ctypes.byref(call), text, ctypes.c_size_t(_TEXT_BYTES)))
+    return text.value.decode()

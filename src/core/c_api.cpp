@@ -203,6 +203,14 @@ int nybble_linear_plan(const nybble_linear_call* call, int32_t* fused, char* tex
   });
 }
 
+int nybble_linear_explain(const nybble_linear_call* call, char* text, size_t size) {
+  return run_recorded([&] {
+    require(call, "call");
+    require(text, "text");
+    copy_text(to_string(plan_on(problem_of(*call), model_of(call->device))), text, size);
+  });
+}
+
 int nybble_device_note(int32_t device, char* text, size_t size) {
   return run_recorded([&] {
     require(text, "text");

@@ -35,7 +35,7 @@ def test_explain_names_the_path_that_runs(direction, case):
     if direction == "grad_input":
         y.sum().backward()
     ran = {path for path, counts in nybble.path_counters().items() if counts[direction]}
-    assert len(ran) == 1 and (ran.pop() in text or nybble.supports(x, packed, state) is not None), text
+    assert len(ran) == 1 and text.startswith(ran.pop()) and "tune " in text, text
 
 
 def test_questions_that_make_no_sense_are_refused(case):

@@ -174,6 +174,9 @@ TEST(CApi, PlansAreTextAndCutToTheBuffer) {
   EXPECT_NE(std::string(text).find("cpu"), std::string::npos) << text;
   ASSERT_EQ(nybble_linear_plan(&call, &fused, brief, sizeof brief), 0);
   EXPECT_EQ(std::string(brief), std::string(text).substr(0, 4));
+  char plan[512];
+  ASSERT_EQ(nybble_linear_explain(&call, plan, sizeof plan), 0);
+  EXPECT_STREQ(plan, text) << "a fused path takes it";
   int64_t bytes = -1;
   ASSERT_EQ(nybble_linear_workspace(&call, &bytes), 0);
   EXPECT_EQ(bytes, 0);
