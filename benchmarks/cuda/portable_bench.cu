@@ -1,8 +1,9 @@
-// A library for benchmarks/harness/portable_time.py and portable_check.py: the portable and row kernels with the plan chosen by the caller,
-// the dense skeleton, and the emulation of slower tensor cores. Not part of the product.
+// A library for benchmarks/harness (portable_time.py, portable_check.py, hopper_plans.py): kernels with the plan chosen by the caller, the
+// portable kernel's dense skeleton, and its emulation of slower tensor cores. Not part of the product.
 #include <cstring>
 #include <string>
 
+#include "linear/hopper.h"
 #include "linear/portable_launch.cuh"
 #include "linear/portable_params.h"
 #include "linear/row.h"
@@ -12,10 +13,11 @@ using namespace nybble;
 
 extern "C" {
 
-enum BenchPath : int { kBenchAuto = 0, kBenchPortable = 1, kBenchRow = 2, kBenchDense = 3 };
+enum BenchPath : int { kBenchAuto = 0, kBenchPortable = 1, kBenchRow = 2, kBenchDense = 3, kBenchHopper = 4 };
 
 struct BenchCall {
-  int path, variant, cut, repeat;  // variant: of the path, -1: as planned; repeat: 1, or 5 (256x128 tile, bf16)
+  int path, variant, cut, repeat;  // variant: of the path, -1: as planned; cut of kBenchHopper: token tiles of a raster group; repeat: 1,
+                                   // or 5 (256x128 tile, bf16)
   int direction, dtype, quant_type, block_size, sm, sm_count;
   int64_t m, n, k, x_stride;
   const void *x, *packed, *absmax, *codes, *nested_absmax, *nested_code, *offset,
@@ -44,8 +46,16 @@ LinearProblem problem_of(const BenchCall& c) {
   return p;
 }
 
+LinearPlan hopper_plan_of(const BenchCall& c, const LinearProblem& problem, const DeviceModel& device) {
+  const std::string refusal = supports_hopper(problem, device);
+  if (!refusal.empty()) fail(ErrorKind::kUnsupported, refusal);
+  if (c.variant < 0) return plan_hopper(problem, device);
+  return plan_hopper_as(problem, device, {hopper_tile(c.variant), hopper_schedule(c.variant), hopper_scales(c.variant), c.cut});
+}
+
 LinearPlan plan_of(const BenchCall& c, const LinearProblem& problem) {
-  const DeviceModel device{"bench", c.sm, c.sm_count, 0, 0};
+  const DeviceModel device{"bench", c.sm, c.sm_count, 0, 232448};
+  if (c.path == kBenchHopper) return hopper_plan_of(c, problem, device);
   const bool row = c.path == kBenchRow || (c.path == kBenchAuto && supports_row(problem, device).empty());
   const bool fast = c.variant >= 0 && c.variant != kPortableGeneral;
   const std::string refusal = row    ? supports_row(problem, device)
@@ -98,6 +108,7 @@ void run(BenchCall& c) {
   const LinearProblem problem = problem_of(c);
   const LinearPlan plan = plan_of(c, problem);
   const LinearArgs args = args_of(c);
+  if (plan.path == LinearPath::kHopper) return launch_hopper(plan, problem, args, c.stream);
   if (plan.path == LinearPath::kRow) return launch_row(plan, problem, args, c.stream);
   if (c.path != kBenchDense && c.repeat == 1) return launch_portable(plan, problem, args, c.stream);
   const portable::Params p = portable::make_params(plan, problem, args);

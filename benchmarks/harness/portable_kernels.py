@@ -7,7 +7,7 @@ import torch
 INT, LONG, POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 NAMES = "path variant cut repeat direction dtype quant_type block_size sm sm_count"
 POINTERS = "x packed absmax codes nested_absmax nested_code offset bias out workspace stream"
-AUTO, PORTABLE, ROW, DENSE = range(4)
+AUTO, PORTABLE, ROW, DENSE, HOPPER = range(5)
 TILES = {0: "256", 1: "128", 2: "64", 3: "16"}  # portable variants
 GENERAL = 4
 NF4 = [0xBF800000, 0xBF3239B1, 0xBF066B30, 0xBECA32A0, 0xBE91A24D, 0xBE3D353F, 0xBDBA7871, 0x00000000]
@@ -68,11 +68,11 @@ class Weight:
 class Kernels:
     """The library, and one workspace for calls that run one after another."""
 
-    def __init__(self, path):
+    def __init__(self, path, workspace=32 << 20):
         self.library = ctypes.CDLL(path)
         major, minor = torch.cuda.get_device_capability()
         self.sm, self.sms = major * 10 + minor, torch.cuda.get_device_properties(0).multi_processor_count
-        self.workspace = torch.full((32 << 20,), 0x7F, dtype=torch.uint8, device="cuda")  # no plan may ask for more
+        self.workspace = torch.full((workspace,), 0x7F, dtype=torch.uint8, device="cuda")  # no plan may ask for more
 
     def call(self, weight, x, out, direction, path=AUTO, variant=-1, cut=0, repeat=1, bias=None, dense=None):
         c = BenchCall()
