@@ -7,8 +7,9 @@ LIBRARY: libportable_bench.so (cmake --build BUILD --target portable_bench); wit
 first one's arms come first. For every cell and direction: dense (torch.mm), the plan that `auto` takes, and every other
 tile, schedule, way of the scales and raster group that is a plan of its own. Weights rotate over 3 x L2, CUDA graph
 replays, arms shuffled in each round. An arm's ratio: median over rounds of its time / the dense time of that round.
-With --alone the plan that auto takes, the best other one and dense then run for that long each, one after another and
-once more in reverse order: a large multiply is power-limited, and arms that alternate share one clock.
+With --alone, where dense takes half a millisecond or more, the plan that auto takes, the best other one and dense then
+run for that long each, one after another, the two plans once more in reverse order: a large multiply is power-limited,
+and arms that alternate share one clock.
 """
 
 import argparse
@@ -28,6 +29,7 @@ TILES = ("512", "256", "128", "rows256", "rows192", "rows128", "rows64")  # toke
 SCHEDULES, SCALES = ("whole", "stream", "pieces"), ("exp", "own")
 AUTO_GROUP, GROUPS = 4, (1, 2, 8)
 GRAPH_US, WORKSPACE = 1500, 64 << 20
+ALONE_US = 500  # from here on the card's power is what limits
 DIRECTIONS = ("forward", "grad_x")
 DEFAULT = ["4096x4096:512,1024,2048,4096", "14336x4096:2048,8192", "4096x14336:2048,8192", "1024x4096:2048,4096,8192"]
 
@@ -135,11 +137,11 @@ def clock():
 
 
 def alone_of(cell, row, seconds):
-    """Times of auto, the best other plan and dense, each alone, in one order and in the reverse."""
+    """Times of auto, the best other plan and dense, each alone, the plans twice."""
     others = [arm for arm in row["ratio"] if "auto" not in arm]
     best = min(others, key=row["ratio"].get)
-    arms, found = ["auto", best, "dense"], {}
-    for arm in (*arms, *reversed(arms)):
+    found = {}
+    for arm in ("auto", best, "dense", best, "auto"):
         found.setdefault(arm, []).append(round(cell.alone(arm, seconds), 2))
     return dict(best_other=best, us=found, clock=clock())
 
@@ -178,7 +180,7 @@ def measure(arguments):
                     continue
                 cell = Cell(libraries, weights, dense, m, direction, arguments.only)
                 rows.append(summary(cell, cell.interleaved(arguments.rounds)))
-                if arguments.alone:
+                if arguments.alone and rows[-1]["dense_us"] >= ALONE_US:
                     rows[-1]["alone"] = alone_of(cell, rows[-1], arguments.alone)
                 print(line(rows[-1]), flush=True)
                 del cell
