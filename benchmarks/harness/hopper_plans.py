@@ -3,10 +3,11 @@
     python hopper_plans.py LIBRARY [LIBRARY...] [--cells 4096x4096:512,1024 ...] [--rounds N] [--seconds S]
                            [--alone SECONDS] [--json FILE]
 
-LIBRARY: libportable_bench.so (cmake --build BUILD --target portable_bench); with several, kernels are compared and the
-first one's arms come first. For every cell and direction: dense (torch.mm), the plan that `auto` takes, and every other
-tile, schedule, way of the scales and raster group that is a plan of its own. Weights rotate over 3 x L2, CUDA graph
-replays, arms shuffled in each round. An arm's ratio: median over rounds of its time / the dense time of that round.
+LIBRARY: libportable_bench.so (cmake --build BUILD --target portable_bench). For every cell and direction: dense
+(torch.mm), the plan that `auto` takes, and every other tile, schedule, way of the scales and raster group that is a
+plan of its own. Further libraries are other builds of the kernels: what `auto` takes there, and the same with the other
+way of the scales ("1:auto", ...). Weights rotate over 3 x L2, CUDA graph replays, arms shuffled in each round. An arm's
+ratio: median over rounds of its time / the dense time of that round.
 With --alone, where dense takes half a millisecond or more, the plan that auto takes, the best other one and dense then
 run for that long each, one after another, the two plans once more in reverse order: a large multiply is power-limited,
 and arms that alternate share one clock.
@@ -16,6 +17,7 @@ import argparse
 import json
 import pathlib
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -69,8 +71,10 @@ class Cell:
         for number, kernels in enumerate(libraries):
             prefix = "" if number == 0 else f"{number}:"
             self.add(kernels, weights, backward, f"{prefix}auto", -1, 0)
+            taken = int(re.search(r"variant (\d+)", self.plans[f"{prefix}auto"][1])[1])
             for v, group in candidates(columns, m):
-                if (number == 0 or group == AUTO_GROUP) and (only is None or words(v, group) in only):
+                same = group == AUTO_GROUP and (v - taken) % (len(TILES) * len(SCHEDULES)) == 0
+                if (number == 0 or same) and (only is None or words(v, group) in only):
                     self.add(kernels, weights, backward, prefix + words(v, group), v, group)
         self.count = max(2, min(40, int(GRAPH_US / (2 * m * self.n * self.k / 650e6 + 8))))
         self.graphs = {arm: capture(body, self.count) for arm, body in self.bodies.items()}
