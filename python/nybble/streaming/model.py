@@ -55,6 +55,8 @@ class Streamed:
         else:
             self._load_shared(store, sharing.of_group(share))
         self.pinned_bytes = self._pin(pin) if device.type == "cuda" and pin is not False else 0
+        for weight in (weight for row in self.weights for weight in row):
+            store.require_finite_scales(weight.stored, weight.resident_fields())
         self._make_ring(check_bytes, ring_options)
 
     def _find(self, store: CheckpointStore) -> list[dict[str, torch.nn.Linear]]:
@@ -65,7 +67,10 @@ class Streamed:
             here = {}
             for path, module in layer.named_modules():
                 name = skeleton.store_name(f"{prefix}.{index}.{path}.").rstrip(".")
-                if not store.is_quantised(name) or hasattr(module, "base_layer"):  # PEFT's wrapper of one
+                if hasattr(module, "base_layer"):  # PEFT's wrapper of one
+                    continue
+                if not store.is_quantised(name):
+                    store.require_dense(name)
                     continue
                 if not isinstance(module, torch.nn.Linear):
                     raise ValueError(f"{name} is a {type(module).__name__} with a 4-bit weight, expected a Linear")
@@ -88,7 +93,8 @@ class Streamed:
             for weight, module in zip(stored, projections.values(), strict=True):
                 shape = (module.out_features, module.in_features)
                 if weight.shape != shape:
-                    raise ValueError(f"{weight.name} is {list(weight.shape)} in the store, {list(shape)} in the model")
+                    wanted = f"{list(shape)} as in the model; is it a store of this model?"
+                    raise ValueError(f"{weight.name}.weight: found shape {list(weight.shape)}, expected {wanted}")
             short = [weight.name.removeprefix(layer_name + ".") for weight in stored]
             keys = [
                 (name, part, size) for name, w in zip(short, stored, strict=True) for part, size in w.parts().items()

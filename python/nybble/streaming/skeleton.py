@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from .store import CheckpointStore
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
+RESIDENT_DTYPES = ("F32", "BF16", "F16")
 
 
 def base_model_of(model: torch.nn.Module) -> torch.nn.Module:
@@ -44,21 +45,28 @@ def fill_resident(model: torch.nn.Module, store: CheckpointStore, device: torch.
     store lacks or what is left on meta; the model then has no streamed layer yet.
     """
     model.tie_weights()
-    for name, parameter in list(model.named_parameters()):
-        if not parameter.is_meta or store_name(name).removesuffix(".weight") in streamed:
-            continue
+    wanted = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.is_meta and store_name(name).removesuffix(".weight") not in streamed
+    }
+    for name, parameter in wanted.items():  # all, before the first is changed
         if "lora_" in name or store_name(name) not in store:
             raise ValueError(
                 f"{name} is on meta and not in the store {store.path}. Wrap a model with PEFT after nybble.stream() or "
                 "load it with memory for its weights; for another tensor, check that the store is one of this model"
             )
-        tensor = store.tensor(store_name(name))
-        if tensor.shape != parameter.shape:
+        dtype, shape = store.kind(store_name(name))
+        if shape != list(parameter.shape):
             raise ValueError(
-                f"{name} has shape {list(tensor.shape)} in the store, expected {list(parameter.shape)} by the config"
+                f"{name}: found shape {shape} in the store, expected {list(parameter.shape)} by the config"
             )
+        if dtype not in RESIDENT_DTYPES:
+            raise ValueError(f"{name}: found {dtype} in the store, expected one of {', '.join(RESIDENT_DTYPES)}")
+    for name, parameter in wanted.items():
         owner, _, leaf = name.rpartition(".")
-        value = torch.nn.Parameter(tensor.to(device, copy=True), requires_grad=parameter.requires_grad)
+        tensor = store.tensor(store_name(name)).to(device, copy=True)
+        value = torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad)
         model.get_submodule(owner)._parameters[leaf] = value
     _rebuild_buffers(model, device)
     model.tie_weights()

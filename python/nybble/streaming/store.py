@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
+from typing import NoReturn
 
 import torch
 from safetensors import safe_open
 
 from ..quant_state import QUANT_TYPE_CODES, nested_table, table
 from .native import Checkpoint
+from .stored_state import NESTED_BLOCKSIZE, read_state, require_finite_scales, require_table
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_SINGLE = "model.safetensors"
+_PACKED_BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}  # dtypes that carry packed codes, per element
 
 
 @dataclasses.dataclass
@@ -39,12 +43,16 @@ class StoredWeight:
     def blocks(self) -> int:
         return -(-self.shape[0] * self.shape[1] // self.blocksize)
 
+    @property
+    def nested_blocks(self) -> int:
+        return -(-self.blocks // NESTED_BLOCKSIZE)
+
     def parts(self) -> dict[str, int]:
         """Bytes of what streams, by part."""
         packed = (self.shape[0] * self.shape[1] + 1) // 2
         if not self.nested:
             return {"packed": packed, "absmax": 4 * self.blocks}
-        return {"packed": packed, "absmax": self.blocks, "nested_absmax": 4 * -(-self.blocks // 256), "offset": 4}
+        return {"packed": packed, "absmax": self.blocks, "nested_absmax": 4 * self.nested_blocks, "offset": 4}
 
     def tensor_names(self) -> dict[str, str]:
         """The store's tensor behind each part; the offset is in the JSON."""
@@ -67,24 +75,29 @@ class CheckpointStore:
             raise FileNotFoundError(
                 f"{self.path} has no config.json, expected a quantised checkpoint as `nybble quantize` writes it"
             )
-        self.config = json.loads(config.read_text())
+        self.config = _json_object(config)
         self._files: dict[str, object] = {}
-        self._where = self._index()
-        self.mapped = Checkpoint(self.path)
+        where = self._index()
+        self.mapped = Checkpoint(self.path)  # refuses a damaged file by its name
+        if where is None:
+            with safe_open(self.path / _SINGLE, framework="pt") as file:
+                where = dict.fromkeys(file.keys(), _SINGLE)
+        self._where = where
 
-    def _index(self) -> dict[str, str]:
+    def _index(self) -> dict[str, str] | None:
+        """The file of each tensor; None: one file has all."""
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
-            where = json.loads(index.read_text())["weight_map"]
+            where = _json_object(index).get("weight_map")
+            if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+                raise ValueError(f"{index} has no weight_map of file names; copy the whole store again")
             missing = sorted({name for name in where.values() if not (self.path / name).is_file()})
             if missing:
                 raise ValueError(f"{index} names {', '.join(missing)}, which is missing; copy the whole store")
             return where
-        single = "model.safetensors"
-        if not (self.path / single).is_file():
-            raise FileNotFoundError(f"{self.path} has neither {single} nor {index.name}, expected one of them")
-        with safe_open(self.path / single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
+        if not (self.path / _SINGLE).is_file():
+            raise FileNotFoundError(f"{self.path} has neither {_SINGLE} nor {index.name}, expected one of them")
+        return None
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
@@ -92,14 +105,23 @@ class CheckpointStore:
     def names(self) -> list[str]:
         return list(self._where)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor of the store, on the CPU."""
+    def _open(self, name: str):
+        """The file that holds a tensor."""
         file_name = self._where.get(name)
         if file_name is None:
             raise ValueError(f"the store {self.path} has no tensor {name}; is it a store of this model?")
         if file_name not in self._files:
             self._files[file_name] = safe_open(self.path / file_name, framework="pt")
-        return self._files[file_name].get_tensor(name)
+        return self._files[file_name]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor of the store, on the CPU."""
+        return self._open(name).get_tensor(name)
+
+    def kind(self, name: str) -> tuple[str, list[int]]:
+        """A tensor's dtype as safetensors spells it ("U8", "F32", ...) and its shape. Reads no data."""
+        found = self._open(name).get_slice(name)
+        return found.get_dtype(), found.get_shape()
 
     def close(self) -> None:
         self._files.clear()
@@ -117,50 +139,85 @@ class CheckpointStore:
     def is_quantised(self, module: str) -> bool:
         return any(f"{module}.weight.quant_state.bitsandbytes__{kind}" in self for kind in QUANT_TYPE_CODES)
 
+    def require_dense(self, module: str) -> None:
+        """ValueError when the store has parts of a 4-bit weight for a module, but no quant state."""
+        name = f"{module}.weight"
+        if f"{name}.absmax" in self or (name in self and self.kind(name)[0] == "U8"):
+            self.refuse(name, "no quant state", f"the tensor {name}.quant_state.bitsandbytes__nf4 or ...__fp4")
+
     def weight(self, module: str) -> StoredWeight:
-        """The 4-bit weight of a module. The sizes of its tensors are checked when the arena takes them."""
+        """The 4-bit weight of a module, every field and size checked; the scales' values are checked when they are in
+        the arena. ValueError names the tensor and the field.
+        """
         kinds = [kind for kind in QUANT_TYPE_CODES if f"{module}.weight.quant_state.bitsandbytes__{kind}" in self]
         if len(kinds) != 1:
             raise ValueError(f"{module}.weight has {len(kinds)} quant states in the store, expected one")
-        state = self.tensor(f"{module}.weight.quant_state.bitsandbytes__{kinds[0]}")
-        found = self._parse(module, kinds[0], state)
-        self._check(found)
+        key = f"{module}.weight.quant_state.bitsandbytes__{kinds[0]}"
+        self._require_kind(key, "U8", None)
+        state = self.tensor(key)
+        fields = read_state(bytes(state.flatten().tolist()), kinds[0], key, self.refuse)
+        nested = fields.nested_dtype is not None
+        for part in ("nested_absmax", "nested_quant_map"):
+            if not nested and f"{module}.weight.{part}" in self:
+                found = f"{module}.weight.{part}"
+                self.refuse(found, "a part of nested scales", "none, since the quant state has no nested fields")
+        weight = StoredWeight(
+            name=module,
+            quant_type=kinds[0],
+            state=state,
+            code=self._table(f"{module}.weight.quant_map", kinds[0]),
+            nested_code=self._table(f"{module}.weight.nested_quant_map", "nested") if nested else None,
+            **fields._asdict(),
+        )
+        self._require_sizes(weight)
+        return weight
+
+    def refuse(self, tensor: str, found: str, expected: str) -> NoReturn:
+        raise ValueError(
+            f"{tensor}: found {found}, expected {expected}; quantise the original again with `nybble quantize`, or "
+            f"copy the store again. `nybble verify {self.path}` lists every fault"
+        )
+
+    def require_finite_scales(self, weight: StoredWeight, fields: dict[str, torch.Tensor]) -> None:
+        require_finite_scales(weight, fields, self.refuse)
+
+    def _require_kind(self, tensor: str, dtype: str, size: int | None) -> None:
+        """size: elements, None for any number of them."""
+        if tensor not in self:
+            self.refuse(tensor, "no such tensor", f"{dtype} [{size}]")
+        found, shape = self.kind(tensor)
+        if found != dtype or size not in (None, math.prod(shape)):
+            self.refuse(tensor, f"{found} {shape}", f"{dtype} [{'bytes of JSON' if size is None else size}]")
+
+    def _table(self, key: str, which: str) -> torch.Tensor:
+        cpu = torch.device("cpu")
+        expected = nested_table(cpu) if which == "nested" else table(which, cpu)
+        self._require_kind(key, "F32", expected.numel())
+        found = self.tensor(key)
+        require_table(key, found, expected, which, self.refuse)
         return found
 
-    def _parse(self, module: str, kind: str, state: torch.Tensor) -> StoredWeight:
-        try:
-            fields = json.loads(bytes(state.tolist()).decode())
-            nested = f"{module}.weight.nested_absmax" in self
-            return StoredWeight(
-                name=module,
-                shape=tuple(fields["shape"]),
-                blocksize=fields["blocksize"],
-                quant_type=kind,
-                dtype=_DTYPES[fields["dtype"]],
-                nested_dtype=_DTYPES[fields["nested_dtype"]] if nested else None,
-                offset=float(fields["nested_offset"]) if nested else 0.0,
-                state=state,
-                code=self.tensor(f"{module}.weight.quant_map"),
-                nested_code=self.tensor(f"{module}.weight.nested_quant_map") if nested else None,
-            )
-        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"the quant state of {module}.weight is damaged ({type(error).__name__}: {error}); "
-                f"expected bitsandbytes' JSON fields. `nybble verify {self.path}` lists every fault"
-            ) from None
+    def _require_sizes(self, weight: StoredWeight) -> None:
+        names = weight.tensor_names()
+        if names["packed"] not in self:
+            self.refuse(names["packed"], "no such tensor", "the packed codes of the quant state beside it")
+        dtype, shape = self.kind(names["packed"])
+        if dtype not in _PACKED_BYTES:
+            self.refuse(names["packed"], f"{dtype} {shape}", "packed codes as U8, BF16, F16 or F32")
+        found, expected = _PACKED_BYTES[dtype] * math.prod(shape), weight.parts()["packed"]
+        if found != expected:
+            weights = weight.shape[0] * weight.shape[1]
+            self.refuse(names["packed"], f"{dtype} {shape}, {found} bytes", f"{expected} bytes for {weights} weights")
+        self._require_kind(names["absmax"], "U8" if weight.nested else "F32", weight.blocks)
+        if weight.nested:
+            self._require_kind(names["nested_absmax"], "F32", weight.nested_blocks)
 
-    def _check(self, weight: StoredWeight) -> None:
-        def fail(what: str, found, expected) -> None:
-            raise ValueError(
-                f"{weight.name}.weight: {what} is {found}, expected {expected}. "
-                f"`nybble verify {self.path}` lists every fault"
-            )
 
-        if len(weight.shape) != 2:
-            fail("shape", list(weight.shape), "two dimensions")
-        if not torch.equal(weight.code, table(weight.quant_type, torch.device("cpu"))):
-            fail("quant_map", f"a table of {weight.code.numel()} other values", f"the 16 values of {weight.quant_type}")
-        if weight.nested_code is not None and not torch.equal(weight.nested_code, nested_table(torch.device("cpu"))):
-            fail(
-                "nested_quant_map", f"a table of {weight.nested_code.numel()} other values", "bitsandbytes' 256 values"
-            )
+def _json_object(path: pathlib.Path) -> dict:
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, RecursionError):  # of the text's encoding too
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not a JSON object, expected one; copy the whole store again")
+    return found
