@@ -8,6 +8,9 @@ import selftest
 from kernel_mutations import KERNEL_MUTATIONS, has_switches
 from mutations import MUTATIONS
 
+from nybble.gate import GATES
+from nybble.gate.training.needs import missing
+
 
 @pytest.mark.parametrize("name", [mutation.name for mutation in MUTATIONS])
 def test_a_mutation_turns_its_gates_red_and_none_leaves_all_green(name, capsys):
@@ -23,6 +26,33 @@ def test_every_gate_is_turned_red_by_some_mutation_and_names_are_known():
     assert expected == set(selftest.GATES)
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 10
     assert MUTATIONS[0].expected == {}
+
+
+def test_every_gate_is_a_column_or_left_out_with_a_reason(capsys):
+    assert set(selftest.GATES) | set(selftest.LEFT_OUT) == set(GATES) - {"all"}
+    assert selftest.main(["--only", "no such row"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"{name}: left out: {why}" in text for name, why in selftest.LEFT_OUT.items())
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_a_slot_that_is_owned_at_issue_passes_the_check_on_bytes_in_flight():
+    with planted("owner set at issue"):
+        wrong = {result.arm: result.backward_wrong for result in selftest.equality().results if not result.raised}
+    assert wrong["streamed"] == frozenset()
+    assert wrong["repair disabled, checked"] == wrong["repair disabled"] == {0}
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_an_acquire_that_does_not_wait_gives_wrong_numbers_and_no_error():
+    with planted("acquire does not wait"):
+        streamed = next(result for result in selftest.equality().results if result.arm == "streamed")
+    assert streamed.raised is None and not streamed.faults
+    assert streamed.forward_wrong == streamed.backward_wrong == {0, 1, 2}
+
+
+def planted(name):
+    return next(mutation for mutation in MUTATIONS if mutation.name == name).plant()
 
 
 def test_a_cell_that_is_not_as_predicted_is_an_error(monkeypatch, capsys):
