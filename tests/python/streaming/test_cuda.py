@@ -121,7 +121,7 @@ def run_on_both(stores_of, options) -> None:
     for store, model in zip(stores_of, models, strict=True):
         streamed = model.get_base_model()._nybble_streamed
         assert {slot.device for slot in streamed.slots} == {p.device for p in model.parameters()} == {store.device}
-        assert nybble.memory_stats(model)["refills"] > 5 * LAYERS
+        assert nybble.memory_stats(model)["refills"] > 3 * LAYERS  # layers move in every step
 
 
 @pytest.mark.parametrize("current", [0, 1])
