@@ -83,7 +83,11 @@ def test_words_of_the_threshold(gate, monkeypatch):
     assert "never always wrong" in threshold((0, 0), (0, 1))
 
 
-def test_an_unrepaired_product_is_wrong(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("sabotage", "code"),
+    [("unrepaired-product", 1), ("repaired-controls", 2), ("zero-adapters", 3), ("layers-not-switched", 3)],
+)
+def test_exit_code_of_every_sabotage(monkeypatch, capsys, sabotage, code):
     monkeypatch.setitem(command.SHAPES, ("cpu", False), (SHAPE, 4, (0.0,)))
-    assert main(["race", "--device", "cpu", "--sabotage", "unrepaired-product"]) == 1
-    assert "(exit 1, " in capsys.readouterr().out
+    assert main(["race", "--device", "cpu", "--sabotage", sabotage]) == code
+    assert f"(exit {code}, " in capsys.readouterr().out

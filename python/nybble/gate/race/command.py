@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from nybble.gate import command
-from nybble.gate.equality.command import table, unrepaired_product
+from nybble.gate.equality.command import SABOTAGES, table
 from nybble.gate.runner import Report, one_thread, run_gate
 from nybble.gate.training.needs import missing
 from nybble.gate.training.store import Shape
@@ -27,7 +27,6 @@ GRIDS = {  # layer sizes that the link rate is swept for
     ("cuda", False): (Shape(256, 512, 6, 4, 2, 256), Shape(512, 1024, 6, 4, 2, 256), Shape(1024, 2048, 6, 8, 4, 256)),
     ("cuda", True): tuple(Shape(128 * size, 384 * size, 6, 4, 2, 256) for size in (2, 4, 8, 16)),
 }
-SABOTAGES = {"unrepaired-product": unrepaired_product}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
