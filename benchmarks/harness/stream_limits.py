@@ -19,12 +19,14 @@ def seconds(call, count: int, sync) -> float:
 
 
 def link_and_gemm(layer_bytes: int, device: torch.device, sync) -> dict[str, float]:
-    """GB/s of copies of one layer from page-locked memory, and TFLOP/s of a large bf16 multiply."""
-    host = torch.empty(layer_bytes, dtype=torch.uint8).pin_memory()
+    """GB/s of copies of one layer from page-locked and from pageable memory, TFLOP/s of a large bf16 multiply."""
+    pageable = torch.ones(layer_bytes, dtype=torch.uint8)
+    host = pageable.pin_memory()
     to = torch.empty(layer_bytes, dtype=torch.uint8, device=device)
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
     return {
         "h2d_gb_s": layer_bytes / seconds(lambda: to.copy_(host, non_blocking=True), 20, sync) / 1e9,
+        "pageable_gb_s": layer_bytes / seconds(lambda: to.copy_(pageable), 5, sync) / 1e9,
         "gemm_tflops": 2 * 8192**3 / seconds(lambda: torch.mm(a, a), 20, sync) / 1e12,
     }
 

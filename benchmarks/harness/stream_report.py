@@ -161,7 +161,9 @@ def case_lines(case: dict) -> list[str]:
     ]
     if case["h2d_gb_s"]:
         lines[-1] += (
-            f" In the same process: page-locked copies of a layer at {case['h2d_gb_s']:.1f} GB/s, a bf16 multiply of "
+            f" In the same process: page-locked copies of a layer at {case['h2d_gb_s']:.1f} GB/s"
+            + (f", pageable ones at {case['pageable_gb_s']:.1f}" if "pageable_gb_s" in case else "")
+            + f", a bf16 multiply of "
             f"8192^3 at {case['gemm_tflops']:.0f} TFLOP/s."
         )
     lines += [

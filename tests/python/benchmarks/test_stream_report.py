@@ -47,6 +47,7 @@ def sound() -> dict:
         exact={name: dict(cell) for name in ("again", "streamed", "streamed_keep")}
         | {"streamed_dequant": cell | {"equal": 3}},
         h2d_gb_s=55.0,
+        pageable_gb_s=17.0,
         gemm_tflops=780.0,
         stack=[dict(tokens=512, step_ms=140.0, no_copies_ms=60.0, ratio_link=0.98)],
     )
