@@ -267,9 +267,8 @@ class Case:
         if self.cuda:
             found = limits.link_and_gemm(self.record["memory"]["layer_bytes"], self.device, self.sync)
             self.record.update(found)
-            self.say(
-                f"link {found['h2d_gb_s']:.1f} GB/s, {found['pageable_gb_s']:.1f} pageable, bf16 multiply {found['gemm_tflops']:.0f} TFLOP/s"
-            )
+            link = f"link {found['h2d_gb_s']:.1f} GB/s, from pageable memory {found['pageable_gb_s']:.1f}"
+            self.say(f"{link}, bf16 multiply {found['gemm_tflops']:.0f} TFLOP/s")
         save()
         if self.options.stack:
             rate = self.record["h2d_gb_s"]
