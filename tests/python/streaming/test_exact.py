@@ -1,6 +1,7 @@
 """A streamed model computes what the resident one computes, bit for bit, in every mode of checkpointing."""
 
 import itertools
+from contextlib import nullcontext
 
 import bitsandbytes as bnb
 import pytest
@@ -33,6 +34,13 @@ def resident(stores):
 @pytest.fixture(scope="module", params=[2, 3])
 def streamed(request, stores):
     return with_adapters(streamed_model(stores(), window=request.param, **LATE))
+
+
+@pytest.fixture(scope="module", params=[(2, "recompute"), (3, "recompute"), (2, "keep"), (3, "keep"), (2, 2)], ids=str)
+def in_each_mode(request, stores):
+    """A window and an activation policy."""
+    window, activations = request.param
+    return with_adapters(streamed_model(stores(), window=window, activations=activations, **LATE))
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +128,12 @@ def preference_step(model) -> dict:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_two_live_graphs_with_a_reference_pass_equal(resident, streamed, reentrant):
-    expected, found = (preference_step(checkpointed(model, reentrant)) for model in (resident, streamed))
+def test_two_live_graphs_with_a_reference_pass_equal(resident, in_each_mode, reentrant):
+    expected, found = (preference_step(checkpointed(model, reentrant)) for model in (resident, in_each_mode))
     assert_equal(found, expected, at_least=4 * LAYERS)
 
 
-def test_two_backwards_in_either_order_and_again_equal(resident, streamed):
+def test_two_backwards_in_either_order_and_again_equal(resident, in_each_mode):
     def run(model):
         checkpointed(model).zero_grad(set_to_none=True)
         first, second = (loss_of(model, ids) for ids in batches(2))
@@ -134,15 +142,15 @@ def test_two_backwards_in_either_order_and_again_equal(resident, streamed):
         first.backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
 
-    assert_equal(run(streamed), run(resident), at_least=4 * LAYERS)
+    assert_equal(run(in_each_mode), run(resident), at_least=4 * LAYERS)
 
 
-def test_activations_saved_on_the_cpu_outside_equal(resident, streamed):
+def test_activations_saved_on_the_cpu_outside_equal(resident, in_each_mode):
     def run(model):
         with torch.autograd.graph.save_on_cpu():
             return step(checkpointed(model))
 
-    assert_equal(run(streamed), run(resident), at_least=4 * LAYERS)
+    assert_equal(run(in_each_mode), run(resident), at_least=4 * LAYERS)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -182,6 +190,54 @@ def test_gradients_stop_where_no_adapter_is_below(stores, resident):
     assert_equal(run(streamed), run(resident), at_least=5)
     assert nybble.memory_stats(streamed)["visits"] == LAYERS + 3
     assert_equal(step(checkpointed(streamed)), step(checkpointed(resident)), at_least=4 * LAYERS)
+
+
+def without_input_gradients(model, reentrant: bool):
+    """Gradient checkpointing without the hook that makes the embeddings' output require a gradient."""
+    checkpointed(model, reentrant).get_input_embeddings()._forward_hooks.clear()
+    return model
+
+
+def gradients(model) -> dict:
+    """A loss and the gradients that there are."""
+    model.zero_grad(set_to_none=True)
+    loss = loss_of(model, batches(1)[0])
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+
+
+@pytest.mark.parametrize("layers", [(0,), (0, 3)], ids=str)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_first_layer_whose_input_needs_no_gradient(resident, in_each_mode, reentrant, layers):
+    """Equal, but for layers under a reentrant checkpoint: torch runs those without a graph, warns, and gives none.
+
+    A layer that keeps is under no checkpoint, so it trains in any case.
+    """
+
+    def of_layers(name: str, chosen) -> bool:
+        return any(f".layers.{index}." in name for index in chosen)
+
+    def prepared(model, reentrant: bool):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name and of_layers(name, layers))
+        return without_input_gradients(model, reentrant)
+
+    keeps = [layer._nybble_visit.keep for layer in in_each_mode.get_base_model().model.layers]
+    trained = [index for index in layers if keeps[index] or not reentrant]
+    warned = pytest.warns(UserWarning, match="None of the inputs have requires_grad=True")
+    refused = pytest.raises(RuntimeError, match="element 0 of tensors does not require grad")
+    try:
+        want = gradients(prepared(resident, False))
+        want = {name: tensor for name, tensor in want.items() if of_layers(name, trained) or name == "loss"}
+        prepared(in_each_mode, reentrant)
+        with warned if reentrant and not all(keeps) else nullcontext(), nullcontext() if trained else refused:
+            assert_equal(gradients(in_each_mode), want, at_least=4 * len(trained) + 1)
+        assert sum(p.grad is not None for p in in_each_mode.parameters()) == 4 * len(trained)
+    finally:
+        for model in (resident, in_each_mode):
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("lora_" in name)
+    assert_equal(step(checkpointed(in_each_mode)), step(checkpointed(resident)), at_least=4 * LAYERS)
 
 
 def test_adapters_around_a_model_loaded_in_4_bit_equal(stores, resident):

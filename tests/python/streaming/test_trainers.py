@@ -1,11 +1,14 @@
 """Whole runs on a streamed model: saves compared at every step, resuming, evaluation, SFTTrainer, DPOTrainer."""
 
+import accelerate
 import peft
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import has_offloaded_params
 from safetensors.torch import load_file
-from tiny_models import LAYERS, assert_equal, resident_model, streamed_model, with_adapters
+from tiny_models import LAYERS, assert_equal, checkpointed, resident_model, streamed_model, with_adapters
 from trainer_runs import outcome
 
 import nybble
@@ -129,15 +132,58 @@ def run_dpo(trl, datasets, model, store, folder):
     return outcome(trainer, STEPS)
 
 
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
 @pytest.mark.parametrize("run", [run_sft, run_dpo])
-def test_trl_trains_a_streamed_model_as_a_resident_one(stores, tmp_path, run):
+def test_trl_trains_a_streamed_model_as_a_resident_one(stores, tmp_path, run, activations):
     trl = pytest.importorskip("trl", reason="TRL is not installed here (requirements/dev.txt has it)")
     datasets = pytest.importorskip("datasets")
     store = stores()
     expected, found = (
         run(trl, datasets, make(store), store, tmp_path / name)
-        for name, make in (("resident", resident_model), ("streamed", lambda s: streamed_model(s, **LATE)))
+        for name, make in (
+            ("resident", resident_model),
+            ("streamed", lambda s: streamed_model(s, activations=activations, **LATE)),
+        )
     )
     assert_equal(found, expected, at_least=4 * LAYERS + 2 * STEPS)
     assert all(not torch.equal(found[f"loss {i}"], found[f"loss {i + 1}"]) for i in (1, 2))
     assert nybble.memory_stats()["refills"] > 0
+
+
+def accelerated(model, store) -> dict:
+    """A loop as accelerate's pages write it: accumulation of two, clipped gradients."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = accelerate.Accelerator(cpu=store.device.type == "cpu", gradient_accumulation_steps=2)
+    checkpointed(with_adapters(model))
+    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    rows = torch.utils.data.DataLoader([example["input_ids"] for example in examples()], batch_size=2)
+    model, optimiser, rows = accelerator.prepare(model, optimiser, rows)
+    assert not accelerator.verify_device_map(model)  # of a model that is spread over devices
+    for name, module in model.named_modules():
+        assert not hasattr(module, "_hf_hook") and not has_offloaded_params(module), name
+    assert {parameter.device for parameter in model.parameters()} == {store.device}
+    found = {}
+    for epoch in range(2):
+        for index, ids in enumerate(rows):
+            with accelerator.accumulate(model):
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    found[f"norm {epoch} {index}"] = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimiser.step()
+                optimiser.zero_grad()
+            found[f"loss {epoch} {index}"] = loss.detach()
+    return found | {
+        n: p.detach().clone() for n, p in accelerator.unwrap_model(model).named_parameters() if p.requires_grad
+    }
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_accelerate_prepares_and_trains_a_streamed_model_as_a_resident_one(stores, activations):
+    store = stores()
+    expected = accelerated(resident_model(store), store)
+    streamed = streamed_model(store, activations=activations, **LATE)
+    assert_equal(accelerated(streamed, store), expected, at_least=4 * LAYERS + 12)
+    assert not torch.equal(expected["loss 0 0"], expected["loss 1 0"])
+    assert nybble.memory_stats(streamed)["refills"] > 8 * LAYERS
