@@ -95,6 +95,25 @@ def test_a_streamed_model_trains_as_with_the_plain_loss_and_back(stores, family)
     assert all(torch.equal(back[name], tensor) for name, tensor in plain.items())
 
 
+@pytest.mark.parametrize("family,layers", [("llama", "swiglu"), ("gemma2", "geglu")])
+def test_ligers_fused_cross_entropy_trains_a_streamed_model_too(stores, family, layers):
+    """Beside the plain loss and ours. Only the loss is Liger's: it sets its other kernels for every model there is."""
+    liger = pytest.importorskip("liger_kernel.transformers", reason="not run: liger-kernel is not installed here")
+    if stores().device.type != "cuda":
+        pytest.skip("not run: Liger's kernels need a GPU")
+    linears = linears_of(family)
+    expected = step(checkpointed(with_adapters(resident_model(stores(family)), linears)))
+    model = checkpointed(with_adapters(streamed_model(stores(family), **LATE), linears))
+    apply = getattr(liger, f"apply_liger_kernel_to_{family}")
+    others = {"rope": False, "rms_norm": False, layers: False}
+    apply(fused_linear_cross_entropy=True, model=model.get_base_model(), **others)
+    ids = batches(1, model.device)[0]
+    assert model(input_ids=ids, labels=ids).logits is None  # never made
+    close(step(model), expected)
+    ours = nybble.chunk_loss(checkpointed(with_adapters(streamed_model(stores(family), **LATE), linears)), tokens=5)
+    close(step(model), step(ours))
+
+
 def test_logits_never_exist_as_a_whole(stores, monkeypatch):
     model = nybble.chunk_loss(checkpointed(with_adapters(streamed_model(stores(), **LATE))), tokens=5)
     seen = []
