@@ -84,6 +84,30 @@ def streamed_ratio(arm: str, other: str) -> str:
     return f"{times[1] / times[0]:.3f}"
 
 
+STREAMED_COLUMNS = {
+    "resident": "resident",
+    "streamed": "streamed",
+    "streamed_keep": "activations kept",
+    "streamed_dequant": "dequantised",
+    "peer": "soup-cli 0.77",
+}
+
+
+def streamed_table() -> str:
+    """Tokens per second of the 8B layers' arms and the peaks of two, a line a length."""
+    lengths = sorted({row["tokens"] for case in streamed_cases("8b-16") for row in case["rows"]})
+    lines = [
+        "| tokens a step | " + " | ".join(STREAMED_COLUMNS.values()) + " | peak, resident | peak, streamed |",
+        "|---|" + "---|" * (len(STREAMED_COLUMNS) + 2),
+    ]
+    for tokens in lengths:
+        rows = {arm: streamed_row(arm, tokens, "8b-16") for arm in STREAMED_COLUMNS}
+        rates = [f"{row['tok_s']:.0f}" for row in rows.values()]
+        peaks = [f"{rows[arm]['peak_allocated_mib'] / 1024:.1f} GiB" for arm in ("resident", "streamed")]
+        lines.append(f"| {tokens} | " + " | ".join([*rates, *peaks]) + " |")
+    return "\n" + "\n".join(lines) + "\n"
+
+
 def visit(key: str) -> str:
     return f"{record('h200-visit')['step_us_per_visit'][key] / 1e3:.1f} ms"
 
@@ -105,6 +129,7 @@ FIGURES = {
     "streamed-peer-8192": lambda: "{:.3f} ({:.3f} .. {:.3f})".format(
         *streamed_row("streamed", 8192, "8b-16")["ratio_peer"]
     ),
+    "streamed-table": streamed_table,
     "streamed-link": lambda: f"{streamed_row('streamed', 128, '70b-12')['ratio_link']:.2f}",
     "visit-total": lambda: visit("total"),
 }
