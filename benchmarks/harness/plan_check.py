@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""`nybble plan` against measurement: peaks of torch's allocator in three LoRA training steps, allocated and reserved.
+"""`nybble plan` against measurement: peaks of torch's allocator in three LoRA training steps, allocated and reserved,
+page-locked host memory, and bytes over the link in a step once training runs (the last one).
 
     python plan_check.py [--shapes 8b 32b 1.5b] [--tokens 512,1024,2048,4096] [--layers 8] [--record h200-plan]
 
 One row per shape and length, 8 layers each; the length also selects the arm: recompute, keep, the reentrant variant,
-the chunked loss. Every row makes its model anew in an empty allocator. A prediction may be up to 5% low and 10% high;
-exit code 1 when a row is outside.
+the chunked loss. Every row makes its model anew in an empty allocator. A prediction may be up to 5% low and 10% high,
+each of the four; exit code 1 when a row is outside. "link MiB" is what nybble.memory_stats counts as refill_bytes.
 """
 
 import argparse
@@ -36,10 +37,12 @@ ARMS = [
 ]
 
 
+PEAKS, STREAMED = ("allocated", "reserved"), ("pinned", "link")
 HEAD = (
     "| shape | tokens | activations | loss | adapters "
-    "| allocated MiB | planned | error | reserved MiB | planned | error | ok |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| allocated MiB | planned | error | reserved MiB | planned | error "
+    "| pinned MiB, planned | link MiB a step, planned | ok |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -55,14 +58,14 @@ def clean() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def train(store, tokens: int, arm, rank: int, steps: int = 3) -> dict:
-    """Bytes at the peak of `steps` training steps."""
+def training(store, tokens: int, arm, rank: int, device: str = "cuda"):
+    """An arm's model and a function that takes one training step."""
     activations, reentrant, loss, targets, rows = arm
     layers = json.loads((pathlib.Path(store) / "config.json").read_text())["num_hidden_layers"]
     policy = activations
     if isinstance(activations, int):
         policy = ["recompute"] * (layers - activations) + ["keep"] * activations
-    model = nybble.stream(None, store, device="cuda", activations=policy)
+    model = nybble.stream(None, store, device=device, activations=policy)
     config = peft.LoraConfig(r=rank, target_modules=lora_targets(targets), task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     for name, parameter in model.named_parameters():
@@ -75,14 +78,34 @@ def train(store, tokens: int, arm, rank: int, steps: int = 3) -> dict:
         nybble.chunk_loss(model)
     adapters = [p for p in model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(adapters, lr=1e-4, fused=True)
-    ids = torch.randint(3, model.config.vocab_size, (rows, tokens // rows), device="cuda")
-    for _ in range(steps):
+    ids = torch.randint(3, model.config.vocab_size, (rows, tokens // rows), device=device)
+
+    def step() -> None:
         optimiser.zero_grad(set_to_none=True)
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimiser.step()
+
+    return model, step
+
+
+def streamed(model, step, steps: int) -> dict:
+    """Takes so many steps. Bytes in host memory, of them page-locked, and over the link in the last step."""
+    for _ in range(steps - 1):
+        step()
+    before = nybble.memory_stats(model)["refill_bytes"]
+    step()
+    stats = nybble.memory_stats(model)
+    return {"host": stats["host_bytes"], "pinned": stats["pinned_bytes"], "link": stats["refill_bytes"] - before}
+
+
+def train(store, tokens: int, arm, rank: int, steps: int = 3) -> dict:
+    """Bytes at the peak of `steps` training steps, and those of streamed()."""
+    model, step = training(store, tokens, arm, rank)
+    found = streamed(model, step, steps)
     torch.cuda.synchronize()
-    assert all(torch.isfinite(p.grad).all() for p in adapters)
-    return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
+    peaks = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    return peaks | found
 
 
 def predict(store, tokens: int, arm, rank: int) -> dict:
@@ -90,7 +113,17 @@ def predict(store, tokens: int, arm, rank: int) -> dict:
     options = dict(activations=activations, reentrant=reentrant, loss=loss, targets=targets, batch=rows)
     rates = dict(link_gb_s=50.0, gemm_tflops=700.0, memory_gb_s=3000.0)  # not what is checked here
     plan = nybble.plan_training(store, tokens=tokens, rank=rank, **options, **rates)
-    return {"allocated": plan.memory.allocated, "reserved": plan.memory.reserved, "lines": plan.memory.lines}
+    return {
+        "allocated": plan.memory.allocated,
+        "reserved": plan.memory.reserved,
+        "pinned": plan.source.base_bytes,
+        "link": plan.speed.link_bytes,
+        "lines": plan.memory.lines,
+    }
+
+
+def fits(errors: dict) -> bool:
+    return all(LOW <= error <= HIGH for error in errors.values())
 
 
 def row(shape: str, store, tokens: int, arm, rank: int) -> dict:
@@ -101,7 +134,7 @@ def row(shape: str, store, tokens: int, arm, rank: int) -> dict:
     left = torch.cuda.memory_allocated()
     measured = train(store, tokens, arm, rank)
     clean()
-    errors = {what: predicted[what] / measured[what] - 1 for what in ("allocated", "reserved")}
+    errors = {what: predicted[what] / measured[what] - 1 for what in PEAKS + STREAMED}
     return dict(
         shape=shape,
         tokens=tokens,
@@ -111,24 +144,26 @@ def row(shape: str, store, tokens: int, arm, rank: int) -> dict:
         errors=errors,
         left=left,
         seconds=[traced - start, time.time() - traced],
-        fits=all(LOW <= error <= HIGH for error in errors.values()),
+        fits=fits(errors),
     )
 
 
 def line(found: dict) -> str:
     activations, reentrant, loss, targets, _ = found["arm"]
     cells = [found["shape"], str(found["tokens"]), f"{activations}{' reentrant' if reentrant else ''}", loss, targets]
-    for what in ("allocated", "reserved"):
+    for what in PEAKS:
         cells.append(f"{found['measured'][what] / MIB:.0f}")
         cells.append(f"{found['predicted'][what] / MIB:.0f}")
         cells.append(f"{found['errors'][what]:+.1%}")
+    for what in STREAMED:
+        cells.append(f"{found['measured'][what] / MIB:.0f}, {found['predicted'][what] / MIB:.0f}")
     return "| " + " | ".join([*cells, "yes" if found["fits"] else "NO"]) + " |"
 
 
 def verdict(rows: list[dict]) -> str:
     inside = sum(found["fits"] for found in rows)
     spans = []
-    for what in ("allocated", "reserved"):
+    for what in PEAKS + STREAMED:
         errors = [found["errors"][what] for found in rows]
         spans.append(f"{what} {min(errors):+.1%} to {max(errors):+.1%}")
     return f"{inside} of {len(rows)} rows between {LOW:+.0%} and {HIGH:+.0%}: {', '.join(spans)}"
