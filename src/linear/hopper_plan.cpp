@@ -22,21 +22,21 @@ constexpr int64_t kMaxTokens = int64_t{1} << 31;  // TMA coordinates are 32-bit
 // Clocks on an H200, fitted to the times of tiles, schedules and scales at 106 problems (docs/hopper.md): the choice is within 1% of the
 // best measured one at each; of row pairs, at 68 (M 64 to 512), within 3% at all but one. step: one step of 64 while all clusters work;
 // tile: from the last step of a tile to full speed in the next; exchange: storing, awaiting and adding the pieces of a cut tile; stream:
-// the same for the pieces of a stream-K range. scales: what making them in the kernel adds to all that, forward and grad_x, where lanes
-// read codes a row of W apart. rows, tokens: of a cluster's tile.
+// the same for the pieces of a stream-K range; stream_tiles: what stream-K costs besides, in tiles. scales: what making them in the kernel
+// adds to all that, forward and grad_x, where lanes read codes a row of W apart. rows, tokens: of a cluster's tile.
 struct TileModel {
   int rows, tokens;
   int unit;
-  double step, tile, exchange, stream;
+  double step, tile, exchange, stream, stream_tiles;
   double scales[2];
 };
 constexpr TileModel kTileModels[kHopperTiles] = {
-    {128, 512, 4, 1045, 3000, 7000, 9000, {0.03, 0.035}}, {128, 256, 8, 650, 2000, 4500, 4000, {0.05, 0.12}},
-    {128, 128, 8, 480, 1200, 3000, 2500, {0.02, 0.02}},   {256, 256, 4, 1230, 3500, 7000, 6500, {0, 0.005}},
-    {256, 192, 4, 950, 3500, 4000, 5500, {0, 0.02}},      {256, 128, 4, 670, 4000, 500, 4200, {0, 0.045}},
-    {256, 64, 4, 640, 500, 1300, 8000, {0, 0.045}}};
+    {128, 512, 4, 1045, 3000, 7000, 9000, 0.1, {0.03, 0.035}}, {128, 256, 8, 650, 2000, 4500, 4000, 0.1, {0.05, 0.12}},
+    {128, 128, 8, 480, 1200, 3000, 2500, 0.1, {0.02, 0.02}},   {256, 256, 4, 1230, 3500, 7000, 6500, 0.1, {0, 0.005}},
+    {256, 192, 4, 950, 3500, 4000, 5500, 0.1, {0, 0.02}},      {256, 128, 4, 670, 4000, 500, 7200, 0, {0, 0.045}},
+    {256, 64, 4, 640, 500, 1300, 8000, 0.1, {0, 0.045}}};
 constexpr int64_t kRowPairTokens = 256;                      // beyond, the tiles that share a decode were faster at every measured problem
-constexpr double kStreamKTiles = 0.1;                        // what stream-K costs besides, in tiles
+constexpr double kCollect = 300, kCollectToken = 2.5;        // stream-K of row pairs: adding the sums of a further cluster to a tile's
 constexpr double kPieceClocks = 6;                           // of a piece beyond the second, a token of the tile
 constexpr double kExpansion = 7000, kExpandedBlock = 0.002;  // the kernel before: a launch, a block of weights
 // Longer tiles put the clusters at distant k: where several token tiles share packed rows, those are read from DRAM several times.
@@ -80,7 +80,8 @@ double multiply_clocks(const LinearProblem& p, const DeviceModel& device, Hopper
   if (tail == 0) return -1;
   if (schedule == HopperSchedule::kStreamK) {
     if (steps > kStreamKMaxSteps && token_tiles > 1) return -1;
-    return (static_cast<double>(tiles) / clusters + kStreamKTiles) * whole_tile + model.stream;
+    const double each = static_cast<double>(tiles) / clusters, further = row_pairs(tile) ? std::max(0.0, 1 / each - 1) : 0;
+    return (each + model.stream_tiles) * whole_tile + model.stream + further * (kCollect + kCollectToken * cta_tokens(model));
   }
   const int pieces = pieces_of_tail(tiles, clusters, steps / model.unit);
   if (pieces < 2) return -1;

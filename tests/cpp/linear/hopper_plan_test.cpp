@@ -277,6 +277,15 @@ TEST(HopperPlan, AFewHundredTokensGoToTilesOfRowPairs) {
   }
 }
 
+// 20 tiles for 66 clusters: three pieces each leave 6 idle, stream-K none. 16 tiles: four pieces each leave 2 idle.
+TEST(HopperPlan, RowPairsGoToStreamKWherePiecesWouldLeaveClustersIdle) {
+  const auto schedule_of = [](const LinearProblem& p) { return hopper_schedule(plan_hopper(p, kH200).variant); };
+  EXPECT_EQ(schedule_of(problem(128, 27648, 5120, Direction::kGradInput)), HopperSchedule::kStreamK);
+  EXPECT_EQ(schedule_of(problem(96, 5120, 27648)), HopperSchedule::kStreamK);
+  EXPECT_EQ(schedule_of(problem(128, 14336, 4096, Direction::kGradInput)), HopperSchedule::kSplitTail);
+  EXPECT_EQ(schedule_of(problem(128, 14336, 4096)), HopperSchedule::kWhole);
+}
+
 TEST(HopperPlan, TilesOfRowPairsMakeTheirScalesThemselves) {
   for (const HopperTile tile : {HopperTile::kRows256, HopperTile::kRows192, HopperTile::kRows128, HopperTile::kRows64}) {
     const LinearProblem p = problem(100, 4096, 4096);
