@@ -12,6 +12,17 @@ __device__ __forceinline__ uint4 load_global_u128(const void* pointer) {
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer));
   return v;
 }
+// Into v when `wanted`, by a predicate inside the instruction: behind a branch the loads would be waited for where it joins.
+__device__ __forceinline__ void load_global_u128_if(bool wanted, const void* pointer, uint4& v) {
+  asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];}"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+               : "l"(pointer), "r"(static_cast<uint32_t>(wanted)));
+}
+__device__ __forceinline__ void load_global_f32_if(bool wanted, const void* pointer, float& v) {
+  asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p ld.global.nc.f32 %0, [%1];}"
+               : "+f"(v)
+               : "l"(pointer), "r"(static_cast<uint32_t>(wanted)));
+}
 __device__ __forceinline__ uint2 load_global_u64(const void* pointer) {
   uint2 v;
   asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(pointer));

@@ -2,10 +2,15 @@
 #pragma once
 
 #include "device/cp_async.cuh"
+#include "device/global.cuh"
 #include "device/scales.cuh"
 #include "linear/hopper_kernel.cuh"
 
 namespace nybble::hopper {
+
+// Where the scales of a job come from: ready in the workspace, or made here from nested ones in fp32 (the common case, without a branch
+// in the loop; in runs: forward, blocks of 64, the codes of 16 steps are 16 aligned bytes), or from anything else.
+enum class ScaleWay : uint8_t { kReady, kNestedRuns, kNested, kOther };
 
 // Warp `index` of the decode warps fills JOB_ROWS rows of half `rank` of weight slot index / WARPS, every W_SLOTS-th step.
 template <Direction DIRECTION, typename T, typename TILE>
@@ -25,6 +30,8 @@ struct Decoder {
   uint32_t scale_code = 0;  // nested scales: address of the code of this lane's first row
   float offset = 0;
   bool more = true;
+  uint4 codes[ROWS];  // kNestedRuns: of 16 steps, and their nested scale
+  float run_scale[ROWS];
 
   __device__ __forceinline__ Decoder(const Params& params, uint32_t base, uint32_t cluster_rank, int index)
       : p(params), barriers{base + TILE::BARRIER_OFFSET}, list{base + TILE::LIST_OFFSET}, smem(base), rank(cluster_rank) {
@@ -40,9 +47,11 @@ struct Decoder {
   }
 
   // Issues the loads of the next job; `more` turns false after the last one.
+  template <ScaleWay WAY>
   __device__ __forceinline__ void load_packed() {
     NYBBLE_DELAY(4);
-    if (step >= end) {
+    const bool other = step >= end;  // segment
+    if (other) {
       const auto e = list.read(segment++);
       end = e.end;
       more = end > 0;
@@ -54,16 +63,47 @@ struct Decoder {
         part * TILE::JOB_ROWS + (DIRECTION == Direction::kForward ? row_tile * kTileRows + static_cast<int>(rank) * 64 : step * 64);
     const int block = DIRECTION == Direction::kForward ? step : row_tile * 2 + static_cast<int>(rank);  // of 64 along k
     if (lane == 0) {
-      barrier_expect(barriers.full_packed(warp), TILE::PACKED_BYTES + (p.source.in_kernel ? 0 : TILE::SCALE_BYTES));
+      barrier_expect(barriers.full_packed(warp), TILE::PACKED_BYTES + (WAY == ScaleWay::kReady ? TILE::SCALE_BYTES : 0));
       tma_load(packed, &p.packed, barriers.full_packed(warp), block * 32, first_row);
-      if (!p.source.in_kernel) tma_load(scales, &p.scales, barriers.full_packed(warp), first_row, block >> p.block_shift);
+      if (WAY == ScaleWay::kReady) tma_load(scales, &p.scales, barriers.full_packed(warp), first_row, block >> p.block_shift);
     }
-    if (p.source.in_kernel) load_own_scales(first_row + lane, static_cast<uint32_t>(block >> p.block_shift));
+    if (WAY == ScaleWay::kNestedRuns) {
+      load_run(first_row + lane, static_cast<uint32_t>(block), other || (step & 12) == 0);
+    } else if (WAY != ScaleWay::kReady) {
+      load_own_scales<WAY>(first_row + lane, static_cast<uint32_t>(block >> p.block_shift));
+    }
     step += TILE::W_SLOTS;
+  }
+
+  // Codes of 16 steps at a time, in registers: a load of a word a job takes the pipe of shared memory and L1 a cycle a row, and wgmma reads
+  // its operands through that.
+  __device__ __forceinline__ void load_run(int row, uint32_t block, bool other) {
+    static_assert(TILE::W_SLOTS == 4, "a warp's steps of a run");
+    const ScaleSource& s = p.source;
+    const uint32_t index = static_cast<uint32_t>(row) * s.blocks + block;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      const bool wanted = other && static_cast<uint32_t>(row) + 32 * i < s.n;  // rows beyond are not stored
+      const uint32_t at = index + 32 * i * s.blocks;
+      load_global_u128_if(wanted, static_cast<const uint8_t*>(s.absmax) + (at & ~15u), codes[i]);
+      load_global_f32_if(wanted, s.nested_absmax + at / static_cast<uint32_t>(kNestedBlockSize), run_scale[i]);
+    }
+  }
+  __device__ __forceinline__ void make_run_scales(float (&scale)[ROWS]) const {
+    const int at = step - TILE::W_SLOTS;
+    float value[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      const uint32_t low = at & 4 ? codes[i].y : codes[i].x, high = at & 4 ? codes[i].w : codes[i].z;
+      value[i] = p.source.nested_code[__byte_perm(at & 8 ? high : low, 0, 0x4440 | (at & 3))];
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) scale[i] = nested_scale(value[i], run_scale[i], offset, DType::kFloat32);
   }
 
   // Every lane fetches what the scales of its own rows are made of, and reads it again itself: cp.async, because results of ordinary loads
   // are waited for where the branches of the loop join. Outside W zeros, like packed: there the activations are zero or nothing is stored.
+  template <ScaleWay WAY>
   __device__ __forceinline__ void load_own_scales(int row, uint32_t block) {
     const ScaleSource& s = p.source;
     const uint32_t index = static_cast<uint32_t>(row) * s.blocks + block, to = scales + lane * 4;
@@ -72,7 +112,7 @@ struct Decoder {
     for (int i = 0; i < ROWS; i++) {
       const bool inside = block < s.blocks && static_cast<uint32_t>(row) + 32 * i < s.n;
       const uint32_t at = inside ? index + 32 * i * s.blocks : 0, bytes = inside ? 4 : 0;
-      if (s.nested) {
+      if (WAY == ScaleWay::kNested || s.nested) {
         copy_async_fill_4b(to + i * 128, static_cast<const uint8_t*>(s.absmax) + (at & ~3u), bytes);
         copy_async_fill_4b(to + TILE::SCALE_BYTES + i * 128, s.nested_absmax + at / static_cast<uint32_t>(kNestedBlockSize), bytes);
       } else {
@@ -85,20 +125,19 @@ struct Decoder {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) scale[i] = load_shared_f32(scales + i * 128 + lane * 4);
   }
+  template <ScaleWay WAY>
   __device__ __forceinline__ void make_own_scales(float (&scale)[ROWS]) const {
     const ScaleSource& s = p.source;
+    const DType dtype = WAY == ScaleWay::kNested ? DType::kFloat32 : s.nested_dtype;
     wait_copies<0>();
-    if (!s.nested) {
-      read_scales(scale);
-    } else {
-      float value[ROWS], nested[ROWS];
+    if (WAY == ScaleWay::kOther && !s.nested) return read_scales(scale);
+    float value[ROWS], nested[ROWS];
 #pragma unroll
-      for (int i = 0; i < ROWS; i++) value[i] = s.nested_code[load_shared_u8(scale_code + i * 128)];  // 1 KB: stays in L1
+    for (int i = 0; i < ROWS; i++) value[i] = s.nested_code[load_shared_u8(scale_code + i * 128)];  // 1 KB: stays in L1
 #pragma unroll
-      for (int i = 0; i < ROWS; i++) nested[i] = load_shared_f32(scales + TILE::SCALE_BYTES + i * 128 + lane * 4);
+    for (int i = 0; i < ROWS; i++) nested[i] = load_shared_f32(scales + TILE::SCALE_BYTES + i * 128 + lane * 4);
 #pragma unroll
-      for (int i = 0; i < ROWS; i++) scale[i] = nested_scale(value[i], nested[i], offset, s.nested_dtype);
-    }
+    for (int i = 0; i < ROWS; i++) scale[i] = nested_scale(value[i], nested[i], offset, dtype);
   }
 
   // Lane i decodes rows i, i + 32, ...: 64 weights each, 32 words. The packed buffer is free once this returns.
@@ -141,25 +180,44 @@ struct Decoder {
     }
   }
 
-  __device__ __forceinline__ void run() {
-    wait_for_previous_grids();
-    if (p.source.in_kernel && p.source.nested) offset = round_through(*p.source.offset, p.source.nested_dtype);
+  template <ScaleWay WAY>
+  __device__ __forceinline__ void run_jobs() {
     uint32_t phase = 0;
-    load_packed();
+    load_packed<WAY>();
     __syncwarp();
     while (more) {
       uint32_t out[ROWS][8][4];
       float scale[ROWS];
-      if (p.source.in_kernel) make_own_scales(scale);
+      if (WAY == ScaleWay::kNestedRuns) {
+        make_run_scales(scale);
+      } else if (WAY != ScaleWay::kReady) {
+        make_own_scales<WAY>(scale);
+      }
       barrier_wait(barriers.full_packed(warp), phase);
-      if (!p.source.in_kernel) read_scales(scale);
+      if (WAY == ScaleWay::kReady) read_scales(scale);
       decode(scale, out);
-      load_packed();
+      load_packed<WAY>();
       __syncwarp();
       barrier_wait(barriers.empty_w(slot), phase ^ 1);
       store(out);
       phase ^= 1;
     }
+  }
+  // With its own scales it reads the weight alone, which no multiply writes; only then it need not wait for the grids before.
+  __device__ __forceinline__ void run() {
+    const ScaleSource& s = p.source;
+    if (!s.in_kernel) {
+      wait_for_previous_grids();
+      return run_jobs<ScaleWay::kReady>();
+    }
+    if (s.nested) offset = round_through(*s.offset, s.nested_dtype);
+    if (!s.nested || s.nested_dtype != DType::kFloat32) return run_jobs<ScaleWay::kOther>();
+    const bool runs = p.block_shift == 0 && s.blocks % 16 == 0 && reinterpret_cast<uintptr_t>(s.absmax) % 16 == 0;
+    if (DIRECTION == Direction::kForward && runs) {
+      for (int i = 0; i < ROWS; i++) codes[i] = make_uint4(0, 0, 0, 0), run_scale[i] = 0;
+      return run_jobs<ScaleWay::kNestedRuns>();
+    }
+    run_jobs<ScaleWay::kNested>();
   }
 };
 

@@ -2,6 +2,8 @@
 // Warpgroup `half` owns 64 rows and all tokens of this CTA.
 #pragma once
 
+#include <type_traits>
+
 #include "linear/hopper_kernel.cuh"
 
 namespace nybble::hopper {
@@ -95,7 +97,7 @@ struct Output {
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       if (c < first || c >= last) continue;
-      if (leader()) tma_wait_read<TILE::ROW_PAIRS ? STAGING - 1 : 0>();
+      if (leader()) tma_wait_read<STAGING - 1>();
       barrier();
       uint32_t words[kChunkWords];
       pack_chunk(c, words);
@@ -123,10 +125,12 @@ struct Output {
   // replay of a captured launch, which has the same nonce again, finds none set, and what the workspace held before does not matter.
 
   __device__ __forceinline__ float4* partials_of(int block) const {
-    return reinterpret_cast<float4*>(p.partials) + (static_cast<int64_t>(block) * 2 + half) * (TILE::TOKENS / 8 * kThreadsPerGroup) +
-           thread;
+    using Index = std::conditional_t<TILE::ROW_PAIRS, int64_t, uint32_t>;  // where each spills nothing
+    return reinterpret_cast<float4*>(p.partials) + static_cast<Index>(block * 2 + half) * (TILE::TOKENS / 8 * kThreadsPerGroup) + thread;
   }
-  __device__ __forceinline__ uint64_t* flag_of(int block, int reader) const { return p.flags + (block * 2 + half) * kMaxPieces + reader; }
+  __device__ __forceinline__ uint64_t* flag_of(int block, int reader) const {
+    return p.flags + static_cast<uint32_t>((block * 2 + half) * kMaxPieces + reader);
+  }
   __device__ __forceinline__ void set_flag(int reader) const { store_release(flag_of(static_cast<int>(blockIdx.x), reader), p.nonce); }
   __device__ __forceinline__ void await_flag(int block, int reader) const {
     uint64_t* flag = flag_of(block, reader);
@@ -147,16 +151,29 @@ struct Output {
     __threadfence();
     barrier();
   }
+  // Two chunks at a time where registers allow: with one, their way through L2 is most of what cutting a tile costs.
   __device__ __forceinline__ void add_partial_chunks(int block, int first, int last) {
+    constexpr int AT_ONCE = TILE::ROW_PAIRS ? 1 : 2;
     const float4* from = partials_of(block);
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c++) {
-      if (c < first || c >= last) continue;
+    for (int c = 0; c < CHUNKS; c += AT_ONCE) {
+      if (AT_ONCE == 2 && c >= first && c + 1 < last) {
+        add_sums<8>(4 * c, from);
+        continue;
+      }
 #pragma unroll
-      for (int i = 4 * c; i < 4 * c + 4; i++) {
-        add_sum(i, __ldcg(from + i * kThreadsPerGroup));
+      for (int i = c; i < c + AT_ONCE; i++) {
+        if (i >= first && i < last) add_sums<4>(4 * i, from);
       }
     }
+  }
+  template <int COUNT>
+  __device__ __forceinline__ void add_sums(int start, const float4* from) {
+    float4 v[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) v[i] = __ldcg(from + (start + i) * kThreadsPerGroup);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) add_sum(start + i, v[i]);
   }
 
   // All sums of a block, with the loads of 8 or 16 under way.
@@ -164,13 +181,7 @@ struct Output {
     constexpr int COUNT = TILE::TOKENS / 8, AT_ONCE = COUNT % 16 == 0 ? 16 : 8;
     const float4* from = partials_of(block);
 #pragma unroll
-    for (int start = 0; start < COUNT; start += AT_ONCE) {
-      float4 v[AT_ONCE];
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) v[i] = __ldcg(from + (start + i) * kThreadsPerGroup);
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) add_sum(start + i, v[i]);
-    }
+    for (int start = 0; start < COUNT; start += AT_ONCE) add_sums<AT_ONCE>(start, from);
   }
   __device__ __forceinline__ void add_sum(int i, const float4& v) {
     sum[4 * i] += v.x;
