@@ -253,6 +253,21 @@ TEST(HopperPlan, WholeTilesWithScalesInTheKernelNeedNoWorkspace) {
   EXPECT_GT(plan_hopper_as(problem(2048, 14336, 4096), kH200, choice).workspace_bytes, 0) << "the partial sums";
 }
 
+TEST(HopperPlan, LongMultipliesTakeStreamKOnlyWhereItIsClearlyBetter) {
+  const auto schedule = [](int64_t m, int64_t n, int64_t k, Direction direction) {
+    return hopper_schedule(plan_hopper(problem(m, n, k, direction), kH200).variant);
+  };
+  EXPECT_EQ(schedule(8192, 14336, 4096, Direction::kForward), HopperSchedule::kSplitTail);
+  EXPECT_EQ(schedule(8192, 4096, 14336, Direction::kGradInput), HopperSchedule::kSplitTail);
+  EXPECT_EQ(schedule(4096, 14336, 4096, Direction::kForward), HopperSchedule::kStreamK) << "3% better";
+  EXPECT_EQ(schedule(512, 14336, 4096, Direction::kForward), HopperSchedule::kStreamK) << "short";
+}
+
+TEST(HopperPlan, AWeightThatStaysInCacheIsReadMoreOften) {
+  EXPECT_EQ(plan_hopper(problem(2048, 4096, 4096), kH200).group, 2);
+  EXPECT_EQ(plan_hopper(problem(2048, 14336, 4096), kH200).group, 4);
+}
+
 TEST(HopperPlan, AFewHundredTokensGoToTilesOfRowPairs) {
   const auto tile_of = [](const LinearProblem& p) { return hopper_tile(plan_hopper(p, kH200).variant); };
   const auto rows = [&](const LinearProblem& p) { return tile_of(p) >= HopperTile::kRows256; };
