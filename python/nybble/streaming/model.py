@@ -306,7 +306,7 @@ def stream(
     if window < 1:
         raise ValueError(f"window is {window}, expected at least 1 slot")
     checkpoint = CheckpointStore(store)
-    config = BitsAndBytesConfig(**{k: v for k, v in checkpoint.quantization_config().items() if k != "quant_method"})
+    config = checkpoint.quantization_config()
     if model_or_config is None or isinstance(model_or_config, PretrainedConfig):
         model = skeleton.build(model_or_config, checkpoint)
     else:

@@ -26,6 +26,7 @@ def build(config, store: CheckpointStore) -> torch.nn.Module:
     """The model of a config with every parameter and buffer on meta, in eval mode as from_pretrained leaves it."""
     if config is None:
         config = AutoConfig.from_pretrained(store.path)
+        store.require_layers(config.num_hidden_layers)
     require_supported(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

@@ -7,16 +7,19 @@ import json
 import math
 import os
 import pathlib
+import re
 from typing import NoReturn
 
 import torch
 from safetensors import safe_open
+from transformers import BitsAndBytesConfig
 
 from ..quant_state import QUANT_TYPE_CODES, nested_table, table
 from .native import Checkpoint
-from .stored_state import NESTED_BLOCKSIZE, read_state, require_finite_scales, require_table
+from .stored_state import DTYPES, NESTED_BLOCKSIZE, read_state, require_finite_scales, require_table
 
 _SINGLE = "model.safetensors"
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _PACKED_BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}  # dtypes that carry packed codes, per element
 
 
@@ -127,14 +130,42 @@ class CheckpointStore:
         self._files.clear()
         self.mapped.close()
 
-    def quantization_config(self) -> dict:
-        found = self.config.get("quantization_config")
+    def quantization_config(self) -> BitsAndBytesConfig:
+        """What the store's config.json says of its 4-bit weights. ValueError names the field that is wrong."""
+        where, found = self.path / "config.json", self.config.get("quantization_config")
+
+        def refuse(field: str, value, expected: str) -> NoReturn:
+            raise ValueError(
+                f"{where}: found quantization_config.{field} {value!r}, expected {expected}; make a store with "
+                f"`nybble quantize`. `nybble verify {self.path}` lists every fault"
+            )
+
         if not isinstance(found, dict) or found.get("quant_method") != "bitsandbytes":
             raise ValueError(
-                f"{self.path / 'config.json'} has quantization_config {found}, expected quant_method bitsandbytes; "
+                f"{where} has quantization_config {found}, expected quant_method bitsandbytes; "
                 "make a store with `nybble quantize`"
             )
-        return found
+        if found.get("load_in_4bit") is not True:
+            refuse("load_in_4bit", found.get("load_in_4bit"), "True")
+        compute = found.get("bnb_4bit_compute_dtype", "float32")
+        if not isinstance(compute, str) or compute not in DTYPES:
+            refuse("bnb_4bit_compute_dtype", compute, f"one of {', '.join(DTYPES)}")
+        try:
+            return BitsAndBytesConfig(**{name: value for name, value in found.items() if name != "quant_method"})
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{where}: found a quantization_config that transformers refuses ({error}), expected what "
+                f"`nybble quantize` writes; copy config.json again"
+            ) from None
+
+    def require_layers(self, count: int) -> None:
+        """ValueError when the store has weights of more decoder layers than its config.json says."""
+        last = max((int(found[1]) for found in map(_LAYER.search, self._where) if found), default=-1)
+        if last >= count:
+            raise ValueError(
+                f"{self.path / 'config.json'}: found num_hidden_layers {count}, expected {last + 1} as the store has "
+                "weights of; copy config.json again, or pass a config of your own to use the first layers only"
+            )
 
     def is_quantised(self, module: str) -> bool:
         return any(f"{module}.weight.quant_state.bitsandbytes__{kind}" in self for kind in QUANT_TYPE_CODES)
