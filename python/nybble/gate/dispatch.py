@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 import nybble
+from nybble.gate import room
 from nybble.gate.multiply import Weight
 
 _PLAN = re.compile(
@@ -82,10 +83,25 @@ def both_sides(found: Sequence[int], extra: Sequence[int], largest: int) -> list
 
 def largest_that_fits(device: torch.device, n: int, k: int, wanted: int, left_out: dict[str, str]) -> int:
     """The largest M, at most `wanted`, whose operands fit a quarter of the free memory; `left_out` learns of a cut."""
-    if device.type != "cuda":
+    free = room.available(device)
+    if free is None:
         return wanted
-    free, _ = torch.cuda.mem_get_info()
     fits = int(free / 4 / (8 * (n + k)))
     if fits < wanted:
         left_out[f"{n}x{k}, M above {fits}"] = f"{free >> 20} MiB are free"
     return min(wanted, fits)
+
+
+def shapes_that_fit(
+    device: torch.device, shapes: Sequence[tuple[int, int]], bytes_a_weight: float, left_out: dict[str, str]
+) -> list[tuple[int, int]]:
+    """The shapes (N, K) whose weights fit in every form that the gate needs, in three quarters of the free memory."""
+    free = room.available(device)
+    kept = []
+    for n, k in shapes:
+        need = bytes_a_weight * n * k
+        if free is None or room.fits(need, free * 3 // 4):
+            kept.append((n, k))
+        else:
+            left_out[f"{n}x{k}"] = room.why(need, free * 3 // 4) + " beside the operands"
+    return kept

@@ -8,7 +8,7 @@ from nybble.gate.training.needs import missing
 if missing() is not None:
     pytest.skip(missing(), allow_module_level=True)
 
-from nybble.gate.race import command, grid
+from nybble.gate.race import grid, sizes
 from nybble.gate.race.gate import Point, RaceGate
 from nybble.gate.runner import Verdict, one_thread, run_gate
 from nybble.gate.training.store import Shape
@@ -88,6 +88,6 @@ def test_words_of_the_threshold(gate, monkeypatch):
     [("unrepaired-product", 1), ("repaired-controls", 2), ("zero-adapters", 3), ("layers-not-switched", 3)],
 )
 def test_exit_code_of_every_sabotage(monkeypatch, capsys, sabotage, code):
-    monkeypatch.setitem(command.SHAPES, ("cpu", False), (SHAPE, 4, (0.0,)))
+    monkeypatch.setitem(sizes.SHAPES, ("cpu", False), (SHAPE, 4, (0.0,)))
     assert main(["race", "--device", "cpu", "--sabotage", sabotage]) == code
     assert f"(exit {code}, " in capsys.readouterr().out

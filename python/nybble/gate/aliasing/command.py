@@ -6,11 +6,12 @@ import argparse
 import re
 from collections.abc import Sequence
 
+from nybble.gate import room
 from nybble.gate.aliasing.gate import AliasingGate, run_on_one_thread
 from nybble.gate.aliasing.sabotage import SABOTAGES
 from nybble.gate.aliasing.stacks import Sizes
 from nybble.gate.aliasing.table import render
-from nybble.gate.aliasing.workers import default_count, run_shared
+from nybble.gate.aliasing.workers import count_that_fits, default_count, run_shared
 from nybble.gate.command import add_outputs, finish
 from nybble.gate.runner import Report
 
@@ -48,7 +49,11 @@ def run(options: argparse.Namespace) -> int:
     left_out = keep_cells(gate, options.cells)
     if slot_counts(options) == FEW and not options.slots:
         left_out["4 and 5 slots"] = "--full, or --slots"
-    count = options.workers or default_count(options.device, options.full)
+    free = room.available(gate.device)
+    gate.cells, cut = room.fitting(gate.cells, gate.need, free)
+    left_out |= cut
+    wanted = options.workers or default_count(options.device, options.full)
+    count = count_that_fits(wanted, max(map(gate.need, gate.cells), default=0), free)
     names = [cell.name for cell in gate.cells]
     report = run_shared(judge, options, gate.cells, count) if count > 1 else judge(options, names)
     report.not_run |= left_out

@@ -19,6 +19,8 @@ from nybble.gate.aliasing.stacks import Parameters, Sizes, StreamedModel, make_p
 from nybble.gate.multiply import moved
 from nybble.gate.runner import Claim, Expectation, Outcome, Report, Role, one_thread, run_gate
 
+TENSOR_BYTES = 80  # of a step, its reference's and its own, for each token and feature of a layer
+
 
 def bitsandbytes_fault() -> str | None:
     """Why bitsandbytes cannot take part, or None."""
@@ -158,6 +160,14 @@ class AliasingGate:
             made = make_parameters(cell, self.sizes, device=self.device, dtype=torch.bfloat16)
             self._parameters[cell.stack] = made
         return self._parameters[cell.stack]
+
+    def need(self, cell: Cell) -> float:
+        """Bytes of a cell: every layer in a private dense buffer, as the bf16 reference has them, and one weight while
+        it is drawn. What an arm holds is less.
+        """
+        sizes = [n * k for n, k in self.sizes.weights(cell).values()]
+        activations = TENSOR_BYTES * self.parts * self.sizes.tokens * self.sizes.dim
+        return 2 * self.parts * sum(sizes) + 12 * max(sizes) + activations
 
     def layer_mib(self) -> dict[str, float]:
         """Bytes of a packed layer that were streamed, by kind of stack."""

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
+from nybble.gate import room
 from nybble.gate.aliasing.cells import Cell, Mode
 from nybble.gate.runner import Report
 
-LARGEST = 8  # processes; each takes some hundred MiB of a card for its context
+LARGEST = 8  # processes
+CONTEXT_BYTES = 512 << 20  # of a card, for a process
 
 Judge = Callable[[argparse.Namespace, Sequence[str], bool], Report]
 
@@ -21,6 +23,14 @@ def default_count(device: str, full: bool) -> int:
     """Processes by default: one, but on a GPU half of the cores for the sizes of a record."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(LARGEST, cores // 2)) if device == "cuda" and full else 1
+
+
+def count_that_fits(wanted: int, need: float, free: int | None) -> int:
+    """At most `wanted` processes, each of which takes a context and `need` bytes of the card; at least one."""
+    if free is None:
+        return wanted
+    each = need * room.MARGIN + room.FIXED_BYTES + CONTEXT_BYTES
+    return max(1, min(wanted, int(free // each)))
 
 
 def shares(cells: Sequence[Cell], count: int) -> list[list[str]]:

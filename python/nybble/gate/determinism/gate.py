@@ -10,12 +10,13 @@ import torch
 from nybble.gate.checks import Check, CheckArm, CheckGate, Judged
 from nybble.gate.determinism import arms
 from nybble.gate.determinism.arms import ALONE, REPEATS, Act
-from nybble.gate.dispatch import both_sides, boundaries, largest_that_fits, plan_of
+from nybble.gate.dispatch import both_sides, boundaries, largest_that_fits, plan_of, shapes_that_fit
 from nybble.gate.multiply import FORWARD, GRAD_INPUT, Weight, random_operand, random_weight
 from nybble.gate.numerics.gate import thinned
 from nybble.gate.runner import Report, Role
 
 DEFAULT_PLAN = "default plan"
+BYTES_A_WEIGHT = 10  # while it is drawn and quantised
 CONTROL_SHAPE, CONTROL_ROWS = (64, 128), 16  # the controls sum term by term and need no size
 
 
@@ -60,7 +61,8 @@ class DeterminismGate(CheckGate):
         self.left_out: dict[str, str] = {}
         self.invariance: dict[str, list[dict]] = {}
         self._weights: dict[tuple[int, int], Weight] = {}
-        self.cells = [self._cell(n, k, way) for n, k in sizes.shapes for way in (FORWARD, GRAD_INPUT)]
+        shapes = shapes_that_fit(self.device, sizes.shapes, BYTES_A_WEIGHT, self.left_out)
+        self.cells = [self._cell(n, k, way) for n, k in shapes for way in (FORWARD, GRAD_INPUT)]
 
     def _cell(self, n: int, k: int, direction: str) -> Cell:
         largest = largest_that_fits(self.device, n, k, self.sizes.largest, self.left_out)

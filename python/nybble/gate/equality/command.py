@@ -6,12 +6,15 @@ import argparse
 
 import torch
 
-from nybble.gate import command
+from nybble.gate import command, room
 from nybble.gate.report import shown
 from nybble.gate.runner import Report, Result, Role, one_thread, run_gate
+from nybble.gate.training.footprint import models_bytes, outcome_bytes, step_bytes
 from nybble.gate.training.needs import missing
 from nybble.gate.training.store import Shape
 
+QUESTION = "Does a streamed model give the resident model's outputs and gradients?"
+OUTCOMES = 6  # that are alive at once: two references of two ways to checkpoint, one more, and the arm's
 SHAPES = {
     ("cpu", False): (Shape(64, 128, 4, 2, 1, 64), 6, (2,)),
     ("cpu", True): (Shape(64, 160, 8, 4, 2, 96), 12, (2, 3, 5)),
@@ -84,7 +87,11 @@ def run(options: argparse.Namespace) -> int:
         return command.finish(unrun(why), options)
     from nybble.gate.equality.gate import EqualityGate
 
-    shape, tokens, windows = SHAPES[options.device, options.full]
+    shape, tokens, windows, left_out = sizes_that_fit(
+        options.device, options.full, room.available(torch.device(options.device))
+    )
+    if not windows:
+        return command.finish(Report("equality", QUESTION, [], left_out), options)
     with one_thread(options.device == "cpu"):
         gate = EqualityGate(options.device, shape, tokens, windows, options.seed)
         try:
@@ -92,8 +99,28 @@ def run(options: argparse.Namespace) -> int:
             report = run_gate(gate, algorithms="warn")  # of other libraries: A against A judges them
         finally:
             gate.close()
-    report.not_run |= other_cards(options.device)
+    report.not_run |= other_cards(options.device) | left_out
     return command.finish(report, options, lines=table(report))
+
+
+def sizes_that_fit(device: str, full: bool, free: int | None):
+    """(shape, tokens, windows, what was left out): the largest sizes of which one window fits; no window: none does."""
+    left_out: dict[str, str] = {}
+    for shape, tokens, windows in dict.fromkeys((SHAPES[device, full], SHAPES[device, False])):
+        for count in range(len(windows), 0, -1):
+            need = bytes_of(shape, tokens, windows[:count])
+            if room.fits(need, free):
+                cut = {
+                    f"window {window}": room.why(bytes_of(shape, tokens, windows), free) for window in windows[count:]
+                }
+                return shape, tokens, windows[:count], left_out | cut
+        left_out[f"layers of hidden size {shape.hidden}"] = room.why(need, free)
+    return shape, tokens, (), left_out
+
+
+def bytes_of(shape: Shape, tokens: int, windows: tuple[int, ...]) -> float:
+    """Of the gate's models, which are all alive, and a step of two sequences."""
+    return models_bytes(shape, windows) + step_bytes(shape, 2, tokens) + OUTCOMES * outcome_bytes(shape, 2 * tokens)
 
 
 def other_cards(device: str) -> dict[str, str]:
@@ -105,9 +132,7 @@ def other_cards(device: str) -> dict[str, str]:
 
 def unrun(why: str) -> Report:
     """The report of a gate that this machine cannot run: no verdict."""
-    return Report(
-        "equality", "Does a streamed model give the resident model's outputs and gradients?", [], {"all": why}
-    )
+    return Report("equality", QUESTION, [], {"all": why})
 
 
 def table(report: Report) -> list[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from nybble.gate import command
+import torch
+
+from nybble.gate import command, room
 from nybble.gate.report import shown
 from nybble.gate.runner import Report, Result, Role, one_thread, run_gate
 from nybble.gate.training.needs import missing
@@ -19,7 +21,7 @@ ON_CUDA = {"ordinary": {"poison": True, "delay_us": 1000}, "late": {"poison": Tr
 
 def sizes_of(device: str, full: bool):
     """Shapes by name, lengths, windows, and how late copies are."""
-    from nybble.gate.exact.gate import Sizes
+    from nybble.gate.exact.cells import Sizes
 
     if device == "cpu" and not full:
         shapes = {"small": Shape(64, 64, 4, 2, 1, 32), "wide": Shape(64, 128, 4, 2, 1, 32)}
@@ -32,6 +34,22 @@ def sizes_of(device: str, full: bool):
         return Sizes(shapes, (64, 128, 512), (2, 3, 4), **ON_CUDA)
     shapes = {"8b": Shape(4096, 14336, 32, 32, 8, 4096), "32b": Shape(5120, 27648, 8, 40, 8, 4096)}
     return Sizes(shapes, (128, 1024, 4096), (2, 3, 4), **ON_CUDA)
+
+
+def sizes_that_fit(device: str, full: bool, free: int | None):
+    """The largest sizes of which a cell with late copies fits, without which there is no control, and what that leaves
+    out. None: not even the smallest do.
+    """
+    from nybble.gate.exact.cells import bytes_of, late_cells
+
+    left_out: dict[str, str] = {}
+    for size in dict.fromkeys((full, False)):
+        sizes = sizes_of(device, size)
+        needs = {cell.shape: bytes_of(cell, sizes) for cell in late_cells(sizes)}
+        if any(room.fits(need, free) for need in needs.values()):
+            return sizes, left_out
+        left_out |= {f"shape {shape}": room.why(need, free) for shape, need in needs.items()}
+    return None, left_out
 
 
 def unrepaired_product(gate) -> None:
@@ -79,13 +97,17 @@ def run(options: argparse.Namespace) -> int:
     from nybble.gate.exact.gate import ExactGate
 
     repeats = options.repeats or REPEATS[options.full]
+    sizes, left_out = sizes_that_fit(options.device, options.full, room.available(torch.device(options.device)))
+    if sizes is None:
+        return command.finish(Report("exact", QUESTION, [], left_out), options)
     with one_thread(options.device == "cpu"):
-        gate = ExactGate(options.device, sizes_of(options.device, options.full), options.seed)
+        gate = ExactGate(options.device, sizes, options.seed)
         try:
             command.sabotage(gate, options.sabotage, SABOTAGES)
             report = run_gate(gate, repeats=repeats, algorithms="warn")  # of other libraries: A against A
         finally:
             gate.close()
+    report.not_run |= left_out | gate.left_out
     report.findings |= {
         "card": command.card(options.device),
         "repeats": repeats,

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 Factors = Mapping[str, Sequence[Hashable]]
+Fits = Callable[[Mapping[str, Any]], bool]
+
+
+def always(_cell: Mapping[str, Any]) -> bool:
+    return True
 
 
 def pairs_of(cell: Mapping[str, Any]) -> set[frozenset]:
@@ -14,20 +19,21 @@ def pairs_of(cell: Mapping[str, Any]) -> set[frozenset]:
     return {frozenset(pair) for pair in itertools.combinations(cell.items(), 2)}
 
 
-def all_pairs(factors: Factors) -> set[frozenset]:
-    """What a covering array must hold."""
-    found = set()
-    for (a, a_values), (b, b_values) in itertools.combinations(factors.items(), 2):
-        found |= {frozenset(((a, x), (b, y))) for x in a_values for y in b_values}
-    return found
+def combinations(factors: Factors, fits: Fits = always) -> list[dict[str, Any]]:
+    """Every combination that fits."""
+    found = (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))
+    return [cell for cell in found if fits(cell)]
 
 
-def covering(factors: Factors) -> list[dict[str, Any]]:
-    """Cells that hold every pair, found greedily; the same for the same factors."""
-    candidates = [
-        dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())
-    ]  # few hundred: the search is exhaustive at each step
-    missing, cells = all_pairs(factors), []
+def all_pairs(factors: Factors, fits: Fits = always) -> set[frozenset]:
+    """What a covering array must hold: the pairs of all combinations that fit."""
+    return set().union(*map(pairs_of, combinations(factors, fits)))
+
+
+def covering(factors: Factors, fits: Fits = always) -> list[dict[str, Any]]:
+    """Cells that fit and hold every such pair, found greedily; the same for the same factors."""
+    candidates = combinations(factors, fits)  # few hundred: the search is exhaustive at each step
+    missing, cells = all_pairs(factors, fits), []
     while missing:
         best = max(candidates, key=lambda cell: len(pairs_of(cell) & missing))
         missing -= pairs_of(best)

@@ -5,53 +5,20 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import nybble
+from nybble.gate import room
 from nybble.gate.equality.gate import EqualityArm
 from nybble.gate.exact import covering
-from nybble.gate.exact.models import TARGETS, ShapeModels, set_policy
+from nybble.gate.exact.cells import LATE_WINDOW, ExactCell, Sizes, batch, cells_of, factors, fits, left_out
+from nybble.gate.exact.models import ShapeModels, set_policy
 from nybble.gate.runner import Claim, Expectation, Outcome, Role
 from nybble.gate.training import models
 from nybble.gate.training.outcome import step_outcome
-from nybble.gate.training.store import Shape
 from nybble.gate.training.timing import synchronize
-
-POLICIES = ("recompute", "reentrant", "keep")
-LATE_WINDOW = 2
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """shapes: by name. late, ordinary: the ring's options for cells with late copies and for
-    the others.
-    """
-
-    shapes: dict[str, Shape]
-    tokens: tuple[int, ...]
-    windows: tuple[int, ...]
-    ordinary: dict[str, Any]
-    late: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class ExactCell:
-    """One combination. late: copies land so late that an unrepaired op must read what was there before."""
-
-    shape: str
-    targets: str
-    window: int
-    tokens: int
-    policy: str
-    late: bool = False
-
-    @property
-    def name(self) -> str:
-        late = ", late copies" if self.late else ""
-        return f"{self.shape} | {self.targets} | window {self.window} | {self.tokens} tokens | {self.policy}{late}"
 
 
 def default_arms() -> list[EqualityArm]:
@@ -63,25 +30,6 @@ def default_arms() -> list[EqualityArm]:
     ]
 
 
-def cells_of(sizes: Sizes) -> list[ExactCell]:
-    """Every pair, then a cell with late copies for each shape; what shares models lies together."""
-    found = [ExactCell(**values) for values in covering.covering(factors(sizes))]
-    # An adapter on down_proj makes the unrepaired op right by luck: it starts the recomputation first.
-    found += [ExactCell(name, "qv", LATE_WINDOW, sizes.tokens[0], "recompute", late=True) for name in sizes.shapes]
-    shapes, targets = list(sizes.shapes), list(TARGETS)
-    return sorted(found, key=lambda cell: (shapes.index(cell.shape), targets.index(cell.targets)))
-
-
-def factors(sizes: Sizes) -> covering.Factors:
-    return {
-        "shape": tuple(sizes.shapes),
-        "targets": tuple(TARGETS),
-        "window": sizes.windows,
-        "tokens": sizes.tokens,
-        "policy": POLICIES,
-    }
-
-
 class ExactGate:
     """See the package docstring. Slots are NaN from issue until their bytes land."""
 
@@ -91,7 +39,9 @@ class ExactGate:
 
     def __init__(self, device: str, sizes: Sizes, seed: int = 0):
         self.device, self.sizes, self.seed = torch.device(device), sizes, seed
-        self.arms, self.cells = default_arms(), cells_of(sizes)
+        self.free = room.available(self.device)
+        self.arms, self.cells = default_arms(), cells_of(sizes, self.free)
+        self.left_out = left_out(sizes, self.free)
         self.now: tuple[str, ShapeModels] | None = None  # one shape at a time is in memory
         self.zero_adapters = False
         self.linears: dict[tuple[str, str], dict[Any, int]] = {}  # by shape and adapters, then by model
@@ -133,11 +83,9 @@ class ExactGate:
         return self.sizes.shapes[cell.shape].layers
 
     def ids(self, cell: ExactCell) -> torch.Tensor:
-        """One sequence, or two where they are long."""
-        rows = 2 if cell.tokens >= 256 else 1
         generator = torch.Generator().manual_seed(self.seed + cell.tokens)
         vocab = self.sizes.shapes[cell.shape].vocab
-        return torch.randint(0, vocab, (rows, cell.tokens // rows), generator=generator).to(self.device)
+        return torch.randint(0, vocab, batch(cell), generator=generator).to(self.device)
 
     def runs(self, arm: EqualityArm, cell: ExactCell) -> bool:
         return arm.role == Role.PRODUCT.value or cell.late
@@ -181,12 +129,14 @@ class ExactGate:
         switched = all(count == each[shape] for (shape, _), found in self.linears.items() for count in found.values())
         ran = [dataclasses.asdict(cell) for cell in self.cells if not cell.late]
         covered = set().union(*(covering.pairs_of({k: v for k, v in cell.items() if k != "late"}) for cell in ran))
-        wanted = covering.all_pairs(factors(self.sizes))
+        wanted = covering.all_pairs(factors(self.sizes), fits(self.sizes, self.free))
         counts = sorted({count for counts in self.linears.values() for count in counts.values()})
         fewest = min(self.refills.values(), default=0)
         found = [
             Claim("every model has 7 linears a layer switched", switched, f"{counts} in {len(self.linears)} sets"),
-            Claim("every pair occurs in a cell", wanted <= covered, f"{len(wanted & covered)} of {len(wanted)}"),
+            Claim(
+                "every pair that fits occurs in a cell", wanted <= covered, f"{len(wanted & covered)} of {len(wanted)}"
+            ),
             Claim("slots were refilled in every cell", fewest > 0, f"at least {fewest} refills in a cell"),
         ]
         delay = self.sizes.late.get("delay_us", 0) / 1e6

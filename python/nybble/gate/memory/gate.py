@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nybble.gate import room
 from nybble.gate.aliasing import arms as streamed
 from nybble.gate.aliasing.cells import Cell as RingCell
 from nybble.gate.aliasing.cells import Mode, Ring, Stack
@@ -21,6 +22,7 @@ from nybble.gate.memory import arms
 from nybble.gate.memory.arms import FORMULA, HELD, WINDOW, WORKSPACE
 from nybble.gate.memory.peaks import ResidentPeak, cuda_held, step_held
 from nybble.gate.multiply import FORWARD, GRAD_INPUT, Weight, random_operand, random_weight
+from nybble.gate.training.footprint import PACKED_BYTES, layer_bytes, model_bytes, step_bytes
 from nybble.gate.training.needs import missing
 from nybble.gate.training.store import Shape
 
@@ -28,6 +30,8 @@ MIB = 1 << 20
 LARGEST_WORKSPACE = 32 * MIB  # plus a 32nd of dense W, for expanded scales
 CPU_PANELS = 32 * MIB  # of dense W that the CPU multiply may hold, all threads together
 CONSTANT_OF_A_LAYER = 4  # a streamed peak may exceed its formula by a layer's bytes over this
+BYTES_A_WEIGHT = 10  # while it is drawn and quantised, which is more than any arm holds
+STEP_RING = RingCell(Stack.LLAMA_QV, Ring.FIXED_PROMPT, Mode.EARLY_STOP, 2)
 SLACK = {"cuda": 64 << 10, "cpu": 10 * MIB}  # what the measure itself cannot tell apart
 
 
@@ -109,6 +113,22 @@ class MemoryGate(CheckGate):
         self.cells = [MultiplyCell(n, k, m, way) for n, k, m in sizes.multiplies for way in ways]
         self.cells += [StepCell(layers, window) for layers in sizes.layers for window in sizes.windows]
         self.cells += self._model_cells()
+        self.cells, cut = room.fitting(self.cells, self.need, room.available(self.device))
+        self.left_out |= cut
+
+    def need(self, cell) -> float:
+        """Bytes of all arms of a cell, of which one runs at a time."""
+        if isinstance(cell, MultiplyCell):
+            return BYTES_A_WEIGHT * cell.n * cell.k + 4 * cell.m * (cell.n + cell.k) + LARGEST_WORKSPACE
+        tokens = self.sizes.tokens
+        if isinstance(cell, ModelCell):
+            copies = model_bytes(cell.shape, cell.shape.layers) + (cell.window + 1) * layer_bytes(cell.shape)
+            return copies + 8 * cell.shape.vocab * cell.shape.hidden + step_bytes(cell.shape, 1, tokens)
+        shape = StackSizes(dim=self.sizes.dim).weights(STEP_RING)
+        weights, largest = sum(n * k for n, k in shape.values()), max(n * k for n, k in shape.values())
+        dense = 2 * weights * cell.layers  # of the reference, which is alive beside the slots; the arms hold less
+        step = (60 + 4 * cell.layers) * tokens * self.sizes.dim
+        return dense + cell.window * PACKED_BYTES * weights + 12 * largest + step
 
     def _model_cells(self) -> list[ModelCell]:
         shape = self.sizes.model
@@ -203,7 +223,7 @@ class MemoryGate(CheckGate):
     def _step(self, cell: StepCell) -> Step:
         """The reference is torch's own multiply on private dense buffers: it cannot copy what the product copies."""
         sizes = StackSizes(layers=cell.layers, dim=self.sizes.dim, tokens=self.sizes.tokens)
-        recycled = RingCell(Stack.LLAMA_QV, Ring.FIXED_PROMPT, Mode.EARLY_STOP, cell.window)
+        recycled = dataclasses.replace(STEP_RING, slots=cell.window)
         parameters = make_parameters(recycled, sizes, device=self.device, dtype=torch.bfloat16)
 
         def runner(ring_cell: RingCell, dense: bool) -> tuple[Base, Callable[..., None]]:

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from nybble.gate import command
+import torch
+
+from nybble.gate import command, room
 from nybble.gate.equality.command import SABOTAGES, table
+from nybble.gate.race.sizes import sizes_that_fit
 from nybble.gate.runner import Report, one_thread, run_gate
 from nybble.gate.training.needs import missing
-from nybble.gate.training.store import Shape
 
 QUESTION = "Is an unsafe op wrong exactly when copies are late, and nybble's streaming right at every delay?"
-SHAPES = {
-    ("cpu", False): (Shape(64, 64, 4, 2, 1, 32), 4, (0.0, 0.5, 4.0)),
-    ("cpu", True): (Shape(64, 128, 6, 2, 1, 64), 8, (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)),
-    ("cuda", False): (Shape(256, 512, 6, 4, 2, 256), 32, (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)),
-    ("cuda", True): (
-        Shape(1024, 2816, 8, 8, 4, 1024),
-        128,
-        (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0),
-    ),
-}
-GRIDS = {  # layer sizes that the link rate is swept for
-    ("cpu", False): (),
-    ("cpu", True): (Shape(64, 64, 4, 2, 1, 32), Shape(128, 128, 4, 2, 1, 32), Shape(256, 256, 4, 2, 1, 32)),
-    ("cuda", False): (Shape(256, 512, 6, 4, 2, 256), Shape(512, 1024, 6, 4, 2, 256), Shape(1024, 2048, 6, 8, 4, 256)),
-    ("cuda", True): tuple(Shape(128 * size, 384 * size, 6, 4, 2, 256) for size in (2, 4, 8, 16)),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +28,11 @@ def run(options: argparse.Namespace) -> int:
     from nybble.gate.race import grid
     from nybble.gate.race.gate import RaceGate
 
-    shape, tokens, sweep = SHAPES[options.device, options.full]
-    shapes, repeats = GRIDS[options.device, options.full], 5 if options.full else 3
+    free = room.available(torch.device(options.device))
+    (shape, tokens, sweep), shapes, left_out = sizes_that_fit(options.device, options.full, free)
+    if shape is None:
+        return command.finish(Report("race", QUESTION, [], left_out), options)
+    repeats = 5 if options.full else 3
     with one_thread(options.device == "cpu"):
         gate = RaceGate(options.device, shape, tokens, sweep, repeats=repeats, seed=options.seed)
         try:
@@ -63,7 +52,8 @@ def run(options: argparse.Namespace) -> int:
         report.findings["explanation"] = grid.conclusion(points)
         lines += grid.lines(points)
     else:
-        report.not_run["layer size against link rate"] = "--full, or a GPU"
+        report.not_run["layer size against link rate"] = "--full, or a GPU" if free is None else "too little memory"
+    report.not_run |= left_out
     report.not_run["a link that is slow by itself"] = "a slower link is emulated by copies that begin late"
     return command.finish(report, options, lines=lines)
 

@@ -11,6 +11,7 @@ import torch
 
 from nybble.gate.equality.gate import EqualityArm, EqualityGate
 from nybble.gate.race.grid import wrong_layers
+from nybble.gate.race.sizes import WINDOW
 from nybble.gate.runner import Claim, Role
 from nybble.gate.training import models
 from nybble.gate.training.store import Shape
@@ -20,7 +21,6 @@ LATE_VISITS = {
     "cpu": 40.0,
     "cuda": 10.0,
 }  # delay of the cell in which the unsafe arm must be wrong: far above any visit
-WINDOW = 2
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ import torch
 
 import nybble
 from nybble.gate.equality.gate import EqualityGate
+from nybble.gate.race.sizes import WINDOW
 from nybble.gate.runner import Outcome, compare
 from nybble.gate.training import models
 from nybble.gate.training.store import Shape
 from nybble.gate.training.timing import synchronize
 
-WINDOW = 2
 CLOSE = 1.5  # a copy within this factor of a visit is too close to call: visits spread
 RATES = (0.25, 1.0, 4.0)  # of the rate at which the middle size's copy takes one visit
 

@@ -9,6 +9,7 @@ import torch
 from nybble.gate.checks import Check, CheckArm, Judged
 from nybble.gate.runner import Report, Role
 from nybble.gate.training import models, timed, timing
+from nybble.gate.training.footprint import PACKED_BYTES
 from nybble.gate.training.timed import TRAINED, Sizes, Timed, TimedGate, TokensCell
 from nybble.gate.training.timing import Interval
 
@@ -16,7 +17,6 @@ GAIN = "gain"
 SMALL_SHARE = 0.02
 DEQUANT, FUSED, DENSE = "dequantise + linear", "fused", "dense weight (ablation)"
 MODES = {DEQUANT: "dequant", DENSE: "dense"}
-PACKED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # of a weight: nibble, nested scale, its scale
 VISITS = 3  # forward, recompute, input gradient
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nybble.gate import command
+from nybble.gate import command, room
 from nybble.gate.checks import Row, run_checks
 from nybble.gate.runner import Report
 from nybble.gate.training.needs import missing
@@ -72,9 +72,10 @@ def run_timed(
 
 def fitting(sizes: Sizes, device: str) -> tuple[Sizes, dict[str, str]]:
     """Smaller layers for a small card, and what that leaves out."""
-    if device != "cuda" or torch.cuda.mem_get_info()[0] >= SMALL_CARD_BYTES:
+    free = room.available(torch.device(device))
+    if free is None or free >= SMALL_CARD_BYTES:
         return sizes, {}
-    why = f"{torch.cuda.mem_get_info()[0] >> 20} MiB are free: layers of hidden size {SMALL_LAYERS.hidden} instead"
+    why = f"{free >> 20} MiB are free: layers of hidden size {SMALL_LAYERS.hidden} instead"
     tokens = tuple(min(count, SMALL_TOKENS) for count in sizes.tokens)
     return dataclasses.replace(sizes, shape=SMALL_LAYERS, tokens=tuple(dict.fromkeys(tokens))), {
         "layers of Llama 3 8B": f"{why}, at most {SMALL_TOKENS} tokens"
