@@ -55,8 +55,6 @@ class Streamed:
         else:
             self._load_shared(store, sharing.of_group(share))
         self.pinned_bytes = self._pin(pin) if device.type == "cuda" and pin is not False else 0
-        for weight in (weight for row in self.weights for weight in row):
-            store.require_finite_scales(weight.stored, weight.resident_fields())
         self._make_ring(check_bytes, ring_options)
 
     def _find(self, store: CheckpointStore) -> list[dict[str, torch.nn.Linear]]:

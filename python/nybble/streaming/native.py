@@ -209,7 +209,7 @@ class Arena:
 
     def pin(self) -> tuple[int, str]:
         """Page-locks the layers for a GPU. Bytes that are locked, and why not all are ("": all). After the last
-        fill and before part(): layers may move.
+        fill and before any part() that is kept: layers may move.
         """
         pinned, reason = c_int64(), c_char_p()
         check(lib.nybble_arena_pin(self.handle, byref(pinned), byref(reason)))

@@ -130,7 +130,7 @@ class StreamedWeight:
         self.parameter = params_4bit(self.stored, fields["packed"], state, module)
 
     def fill(self, store: CheckpointStore) -> None:
-        """Copies the weight from the store into the arena."""
+        """Copies the weight from the store into the arena. ValueError when its scales are not finite."""
         layer, part = self._where
         names = self.stored.tensor_names()
         for index, name in enumerate(self.stored.parts()):
@@ -138,17 +138,21 @@ class StreamedWeight:
                 self._arena.fill_tensor(layer, part + index, store.mapped, names[name])
             else:
                 self._arena.fill(layer, part + index, torch.tensor(self.stored.offset))
+        store.require_finite_scales(self.stored, self._fields())  # views for this moment: pin() may move the bytes
+
+    def _fields(self) -> dict[str, torch.Tensor]:
+        layer, part = self._where
+        return {
+            name: _typed(self._arena.part(layer, part + index), name, self.stored.nested)
+            for index, name in enumerate(self.stored.parts())
+        }
 
     def resident_fields(self) -> dict[str, torch.Tensor]:
         """The arena's bytes as typed tensors, each with a storage of its own (savers that drop shared tensors keep
         them all). No copy.
         """
         if self._resident is None:
-            layer, part = self._where
-            self._resident = {
-                name: _typed(self._arena.part(layer, part + index), name, self.stored.nested)
-                for index, name in enumerate(self.stored.parts())
-            }
+            self._resident = self._fields()
         return self._resident
 
     def state_dict_entries(self) -> dict[str, torch.Tensor]:

@@ -98,13 +98,24 @@ def test_another_store_on_a_rank_is_an_error_on_every_rank(stores, ranks):
     assert isinstance(second, ValueError)
 
 
-@pytest.mark.parametrize("broken_rank", [0, 1])
-def test_a_damaged_store_on_one_rank_ends_all(stores, ranks, tmp_path, broken_rank):
+def shortened(absmax: torch.Tensor) -> torch.Tensor:
+    return absmax[:-1].clone()
+
+
+def not_a_number(nested: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(nested, float("nan"))
+
+
+# Values are looked at by the rank that fills the arena, the only one that reads them.
+@pytest.mark.parametrize(
+    "broken_rank,part,change", [(0, "absmax", shortened), (1, "absmax", shortened), (0, "nested_absmax", not_a_number)]
+)
+def test_a_damaged_store_on_one_rank_ends_all(stores, ranks, tmp_path, broken_rank, part, change):
     broken = Store(tmp_path / "broken")
     shutil.copytree(stores(), broken)
     tensors = load_file(tmp_path / "broken" / "model.safetensors")
-    key = "model.layers.3.mlp.up_proj.weight.absmax"
-    tensors[key] = tensors[key][:-1].clone()
+    key = f"model.layers.3.mlp.up_proj.weight.{part}"
+    tensors[key] = change(tensors[key])
     save_file(tensors, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
     given = [stores(), stores()]
     given[broken_rank] = broken
@@ -112,4 +123,4 @@ def test_a_damaged_store_on_one_rank_ends_all(stores, ranks, tmp_path, broken_ra
     found = ranks.stream(*given)
     assert all(isinstance(error, (ValueError, RuntimeError)) for error in found)
     if broken_rank == 0:
-        assert "absmax" in str(found[0]) and "absmax" in str(found[1])
+        assert f"{key}: found" in str(found[0]) and f"{key}: found" in str(found[1])
