@@ -59,11 +59,11 @@ def fill_resident(model: torch.nn.Module, store: CheckpointStore, device: torch.
             )
         dtype, shape = store.kind(store_name(name))
         if shape != list(parameter.shape):
-            raise ValueError(
-                f"{name}: found shape {shape} in the store, expected {list(parameter.shape)} by the config"
-            )
+            expected = f"{list(parameter.shape)} by the config; check that the store is one of this model"
+            raise ValueError(f"{name}: found shape {shape} in the store {store.path}, expected {expected}")
         if dtype not in RESIDENT_DTYPES:
-            raise ValueError(f"{name}: found {dtype} in the store, expected one of {', '.join(RESIDENT_DTYPES)}")
+            expected = f"one of {', '.join(RESIDENT_DTYPES)}; copy the store again, or quantise the original again"
+            raise ValueError(f"{name}: found {dtype} in the store {store.path}, expected {expected}")
     for name, parameter in wanted.items():
         owner, _, leaf = name.rpartition(".")
         tensor = store.tensor(store_name(name)).to(device, copy=True)

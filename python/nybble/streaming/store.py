@@ -182,7 +182,7 @@ class CheckpointStore:
         """
         kinds = [kind for kind in QUANT_TYPE_CODES if f"{module}.weight.quant_state.bitsandbytes__{kind}" in self]
         if len(kinds) != 1:
-            raise ValueError(f"{module}.weight has {len(kinds)} quant states in the store, expected one")
+            self.refuse(f"{module}.weight", f"{len(kinds)} quant states", "one")
         key = f"{module}.weight.quant_state.bitsandbytes__{kinds[0]}"
         self._require_kind(key, "U8", None)
         state = self.tensor(key)
