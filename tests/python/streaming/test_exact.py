@@ -119,8 +119,10 @@ def preference_step(model) -> dict:
     with torch.no_grad(), model.disable_adapter():
         reference = loss_of(model, chosen) - loss_of(model, rejected)
     bad = loss_of(model, rejected)
+    model.eval()  # in training, transformers takes the cache away from a checkpointed layer
     with torch.no_grad():
         text = model.generate(chosen[:, :3], max_new_tokens=2, do_sample=False)
+    model.train()
     loss = torch.nn.functional.softplus(good - bad - reference)
     loss.backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
