@@ -144,7 +144,7 @@ def markdown(record: dict) -> str:
     closing = [f"* Fault: {text}." for text in faults(record)]
     closing.append(
         f"\n`!`: rounds spread over {LARGEST_SPREAD:.0%}; then only the pairs of one round, whose intervals are given, "
-        "say something. "
+        f"say something. Not slower: at most {SLOWER} of the time, or 1 in the interval. "
         "Garbage arms compute nonsense: only their time is meant."
     )
     return "\n".join([*lines, "", *closing]) + "\n"
@@ -208,7 +208,7 @@ def verdicts(case: dict) -> list[str]:
             )
         lines += [*link_verdict(case, tokens, at), *peak_verdict(case, tokens, at)]
         keep = case.get("savings", {}).get(str(tokens), {}).get(KEEP_TARGETS.get(tokens))
-        if keep is not None:
+        if keep is not None and len(row["rounds_ms"]) >= LEAST_PAIRS:
             name = f"{KEEP_TARGETS[tokens].capitalize()} 20% or more"
             lines.append(judge(name, at, keep, KEEP_SAVES, keep[0] >= KEEP_SAVES))
     return lines
@@ -217,7 +217,7 @@ def verdicts(case: dict) -> list[str]:
 def link_verdict(case: dict, tokens: int, at: str) -> list[str]:
     """Where a step's bytes at the copy rate take longer than the step without copies."""
     row, free = find(case, "streamed", tokens), find(case, "no_copies", tokens)
-    if not row.get("ratio_link") or "step_ms" not in free:
+    if not row.get("ratio_link") or "step_ms" not in free or len(row["rounds_ms"]) < LEAST_PAIRS:
         return []
     copies_ms = row["ratio_link"] * row["step_ms"]
     if copies_ms <= free["step_ms"]:

@@ -38,7 +38,7 @@ constexpr TileModel kTileModels[kHopperTiles] = {
 constexpr int64_t kRowPairTokens = 256;                // beyond, the tiles that share a decode were faster at every measured problem
 constexpr double kCollect = 300, kCollectToken = 2.5;  // stream-K of row pairs: adding the sums of a further cluster to a tile's
 // In a long multiply the card's power is the limit. Interleaved with others stream-K and pieces take the same time there, alone for half a
-// second stream-K took 3 to 7% longer (benchmarks/records/h200-hopper-plans.md): it has to be better by more than the model is exact.
+// second stream-K took 3 to 7% longer (benchmarks/records/h200-hopper-plans.md): half a percent more is asked of it.
 constexpr double kLongClocks = 700e3, kStreamKLong = 1.005;
 constexpr double kPieceClocks = 6;                           // of a piece beyond the second, a token of the tile
 constexpr double kExpansion = 7000, kExpandedBlock = 0.002;  // the kernel before: a launch, a block of weights

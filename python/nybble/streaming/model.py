@@ -158,7 +158,7 @@ class Streamed:
                 f"{text}; free or unlock host memory (ulimit -l), or pass pin=None to stream from pageable memory"
             )
         warnings.warn(
-            f"{text} and stay pageable: their copies are several times slower (8 instead of 55 GB/s beside an H200) and "
+            f"{text} and stay pageable: their copies are several times slower (8 instead of 55 GB/s on an H200) and "
             "block the host, so that they hardly overlap with compute. Free host memory or raise the limit (ulimit -l)",
             stacklevel=4,
         )

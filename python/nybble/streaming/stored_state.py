@@ -1,6 +1,7 @@
 """What a stored 4-bit weight must be like: its JSON state, tables and scales. Refused in the words of `nybble verify`.
 
-The core's reader (src/store/quant_state.h) has the same rules; it lists every fault, this one raises the first.
+As the core's reader (src/store/quant_state.h), which lists every fault where this one raises the first; here the shape
+has two sizes, and the tables must be bitsandbytes' to the bit.
 """
 
 from __future__ import annotations

@@ -125,6 +125,8 @@ def main(arguments=None) -> int:
     parser.add_argument("--only", type=lambda text: text.split(","), metavar="NAME,...")
     parser.add_argument("--red", action="store_true", help="only the gates that a mutation must turn red")
     options = parser.parse_args(arguments)
+    if unknown := sorted(set(options.only or ()) - {mutation.name for mutation in MUTATIONS}):
+        parser.error(f"--only {','.join(unknown)}: no such mutation; there are {[m.name for m in MUTATIONS]}")
     wrong = 0
     print(f"{'mutation':<28}" + "".join(f"{name:<12}" for name in GATES))
     for mutation, found in rows(options.only, options.red):
