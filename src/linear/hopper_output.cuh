@@ -90,7 +90,8 @@ struct Output {
       }
     }
   }
-  // Tokens [32 first, 32 last) of the tile, at once.
+  // Tokens [32 first, 32 last) of the tile, at once. Staging is free when it begins: row pairs wait for the tile before, other tiles come
+  // here for a cluster's last segment alone, after finish_output().
   __device__ __forceinline__ void write_chunks(int first, int last) {
     locate_output(segment);
     if (TILE::ROW_PAIRS && leader()) tma_wait_read<0>();  // of the tile before
