@@ -1,5 +1,5 @@
 // wgmma of one warpgroup with A in registers, sm_90a: D[64][TOKENS] += A[64][16] * B[TOKENS][16]^T, fp32 accumulators, B 16-bit in shared
-// memory, K-major with 128-byte swizzle. TOKENS = 8, 16, 32, 64, 128, 192 or 256; d has TOKENS / 2 elements.
+// memory, K-major with 128-byte swizzle. TOKENS = 8, 16, 32, 64, 96, 128, 160, 192 or 256; d has TOKENS / 2 elements.
 #pragma once
 
 #include "device/wgmma.cuh"
@@ -11,10 +11,9 @@ namespace nybble::device {
 #define NYBBLE_NAMES_8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define NYBBLE_NAMES_16 NYBBLE_NAMES_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define NYBBLE_NAMES_32 NYBBLE_NAMES_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define NYBBLE_NAMES_64                                                                                       \
-  NYBBLE_NAMES_32                                                                                             \
-  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57," \
-  "%58,%59,%60,%61,%62,%63"
+#define NYBBLE_NAMES_48 NYBBLE_NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define NYBBLE_NAMES_64 NYBBLE_NAMES_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define NYBBLE_NAMES_80 NYBBLE_NAMES_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define NYBBLE_NAMES_96                                                                                               \
   NYBBLE_NAMES_64                                                                                                     \
   ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91," \
@@ -45,8 +44,11 @@ NYBBLE_WGMMA_RS(8, "%0,%1,%2,%3", "%4,%5,%6,%7", "%8", NYBBLE_REGS_4(0))
 NYBBLE_WGMMA_RS(16, NYBBLE_NAMES_8, "%8,%9,%10,%11", "%12", NYBBLE_REGS_4(0), NYBBLE_REGS_4(4))
 NYBBLE_WGMMA_RS(32, NYBBLE_NAMES_16, "%16,%17,%18,%19", "%20", NYBBLE_REGS_16(0))
 NYBBLE_WGMMA_RS(64, NYBBLE_NAMES_32, "%32,%33,%34,%35", "%36", NYBBLE_REGS_16(0), NYBBLE_REGS_16(16))
+NYBBLE_WGMMA_RS(96, NYBBLE_NAMES_48, "%48,%49,%50,%51", "%52", NYBBLE_REGS_16(0), NYBBLE_REGS_16(16), NYBBLE_REGS_16(32))
 NYBBLE_WGMMA_RS(128, NYBBLE_NAMES_64, "%64,%65,%66,%67", "%68", NYBBLE_REGS_16(0), NYBBLE_REGS_16(16), NYBBLE_REGS_16(32),
                 NYBBLE_REGS_16(48))
+NYBBLE_WGMMA_RS(160, NYBBLE_NAMES_80, "%80,%81,%82,%83", "%84", NYBBLE_REGS_16(0), NYBBLE_REGS_16(16), NYBBLE_REGS_16(32),
+                NYBBLE_REGS_16(48), NYBBLE_REGS_16(64))
 NYBBLE_WGMMA_RS(192, NYBBLE_NAMES_96, "%96,%97,%98,%99", "%100", NYBBLE_REGS_16(0), NYBBLE_REGS_16(16), NYBBLE_REGS_16(32),
                 NYBBLE_REGS_16(48), NYBBLE_REGS_16(64), NYBBLE_REGS_16(80))
 NYBBLE_WGMMA_RS(256, NYBBLE_NAMES_128, "%128,%129,%130,%131", "%132", NYBBLE_REGS_16(0), NYBBLE_REGS_16(16), NYBBLE_REGS_16(32),
@@ -56,7 +58,9 @@ NYBBLE_WGMMA_RS(256, NYBBLE_NAMES_128, "%128,%129,%130,%131", "%132", NYBBLE_REG
 #undef NYBBLE_WGMMA_RS_TYPED
 #undef NYBBLE_NAMES_128
 #undef NYBBLE_NAMES_96
+#undef NYBBLE_NAMES_80
 #undef NYBBLE_NAMES_64
+#undef NYBBLE_NAMES_48
 #undef NYBBLE_NAMES_32
 #undef NYBBLE_NAMES_16
 #undef NYBBLE_NAMES_8

@@ -12,8 +12,8 @@ namespace nybble {
 
 // Tokens of the tile of one CTA. kTokens*: the CTAs of a cluster share decoded weights and have different tokens. kRows*: they share
 // activations and have different rows of the output (hopper_rows.cuh); scales in the kernel only.
-enum class HopperTile : uint8_t { kTokens256 = 0, kTokens128 = 1, kTokens64 = 2, kRows256 = 3, kRows192 = 4, kRows128 = 5, kRows64 = 6 };
-constexpr int kHopperTiles = 7, kHopperRowTiles = 4;
+enum class HopperTile : uint8_t { kTokens256, kTokens128, kTokens64, kRows256, kRows192, kRows160, kRows128, kRows96, kRows64 };
+constexpr int kHopperTiles = 9, kHopperRowTiles = 6;
 constexpr int kHopperMaxSegments = 192;  // of a cluster: its list in shared memory
 
 // How tiles that do not fill the clusters evenly are divided. Whole: every output is one sum in ascending k, whatever m is, so a row's bits

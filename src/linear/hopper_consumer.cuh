@@ -123,7 +123,7 @@ struct Consumer : Output<DIRECTION, T, TILE> {
   __device__ __forceinline__ void write_held_chunk(int chunk) {
     if (leader()) tma_wait_read<STAGING - 1>();
     barrier();
-    stage_chunk(chunk, held + (chunk - STAGING) * kChunkWords);
+    stage_chunk(chunk % STAGING * kChunkBytes, held + (chunk - STAGING) * kChunkWords);
     async_proxy_fence();
     barrier();
     send_chunk(chunk);
@@ -159,7 +159,7 @@ struct Consumer : Output<DIRECTION, T, TILE> {
     for (int c = 0; c < STAGING; c++) {
       uint32_t words[kChunkWords];
       pack_chunk(c, words);
-      stage_chunk(c, words);
+      stage_chunk(c % STAGING * kChunkBytes, words);
     }
 #pragma unroll
     for (int c = STAGING; c < CHUNKS; c++) pack_chunk(c, held + (c - STAGING) * kChunkWords);

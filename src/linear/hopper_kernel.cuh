@@ -29,6 +29,7 @@ constexpr int kHalfBytes = 64 * 128;  // half of a weight slot: 64 rows x 64 wei
 constexpr int kWeightBytes = 2 * kHalfBytes;
 constexpr int kChunkTokens = 32;  // of one output store
 constexpr int kChunkBytes = kChunkTokens * 128;
+constexpr int kCodeBox = 16;    // codes of a row that row pairs fetch at once
 constexpr int kChunkWords = 8;  // of a thread: 64 rows x 32 tokens, 16 bit, over 128 threads
 
 // The list of segments in shared memory: dividing tile numbers between two wgmma groups would cost more than their time. Only the first and
@@ -104,6 +105,7 @@ using Tile64 = Tile<64, 4, 8, 2, 2>;
 // A weight's own scales, for decode warps that make the fp32 scales themselves.
 struct ScaleSource {
   bool in_kernel, nested;
+  bool code_boxes;  // Params::scales is a map of the codes
   DType nested_dtype;
   uint32_t n, blocks;          // rows of W, blocks of a row
   const void* absmax;          // [n][blocks] fp32, or uint8 codes
@@ -115,7 +117,7 @@ struct ScaleSource {
 struct Params {
   CUtensorMap activation;  // [tokens][reduction], box TOKENS x 64
   CUtensorMap packed;      // [n][k / 2] bytes, box JOB_ROWS x 32
-  CUtensorMap scales;      // [k / block][n] fp32, box 1 x JOB_ROWS; unused when in_kernel
+  CUtensorMap scales;      // [k / block][n] fp32, box 1 x JOB_ROWS; code_boxes: [n][k / 64] codes, box 128 x 16; otherwise unused
   CUtensorMap output;      // [tokens][rows], box 32 x 64
   float values[16];        // of the 4-bit codes
   ScaleSource source;

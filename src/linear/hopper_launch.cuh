@@ -44,7 +44,9 @@ void launch_tile(const Launch& l) {
   switch (hopper_tile(l.plan.variant)) {
     case HopperTile::kRows256:
     case HopperTile::kRows192:
+    case HopperTile::kRows160:
     case HopperTile::kRows128:
+    case HopperTile::kRows96:
     case HopperTile::kRows64:
       return launch_rows<DIRECTION, T>(l);
     case HopperTile::kTokens256:

@@ -19,6 +19,7 @@ struct Output {
   uint32_t rank;
   int half, thread;  // thread: in the warpgroup
   uint32_t staging, staging_lane;
+  uint32_t spare = 0;  // not 0: all chunks fit there, relative to staging
 
   float sum[TILE::TOKENS / 2];             // 64 rows x TOKENS over 128 threads: [8-token group][row g: 2 tokens, row g + 8: 2 tokens]
   int pending_row = 0, pending_token = 0;  // of the tile that is sent
@@ -56,8 +57,8 @@ struct Output {
 
   // ---- output
 
-  __device__ __forceinline__ void stage_chunk(int chunk, const uint32_t* words) const {
-    const uint32_t to = staging_lane + chunk % STAGING * kChunkBytes;
+  __device__ __forceinline__ void stage_chunk(uint32_t to, const uint32_t* words) const {
+    to += staging_lane;
     if constexpr (NIBBLE_ROWS) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
@@ -90,9 +91,30 @@ struct Output {
       }
     }
   }
+  // As write_chunks(), without waiting for chunks before to leave.
+  __device__ __forceinline__ void write_to_spare(int first, int last) {
+    locate_output(segment);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+      if (c < first || c >= last) continue;
+      uint32_t words[kChunkWords];
+      pack_chunk(c, words);
+      stage_chunk(spare + c * kChunkBytes, words);
+    }
+    async_proxy_fence();
+    barrier();
+    if (!leader()) return;
+    for (int c = first; c < last; c++) {
+      tma_store(&p.output, staging + spare + c * kChunkBytes, pending_row, pending_token + c * kChunkTokens);
+    }
+    tma_commit();
+  }
   // Tokens [32 first, 32 last) of the tile, at once. Staging is free when it begins: row pairs wait for the tile before, other tiles come
   // here for a cluster's last segment alone, after finish_output().
   __device__ __forceinline__ void write_chunks(int first, int last) {
+    if constexpr (TILE::ROW_PAIRS) {
+      if (spare != 0) return write_to_spare(first, last);
+    }
     locate_output(segment);
     if (TILE::ROW_PAIRS && leader()) tma_wait_read<0>();  // of the tile before
 #pragma unroll
@@ -102,7 +124,7 @@ struct Output {
       barrier();
       uint32_t words[kChunkWords];
       pack_chunk(c, words);
-      stage_chunk(c, words);
+      stage_chunk(c % STAGING * kChunkBytes, words);
       async_proxy_fence();
       barrier();
       send_chunk(c);
@@ -179,7 +201,7 @@ struct Output {
 
   // All sums of a block, with the loads of 8 or 16 under way.
   __device__ __forceinline__ void add_block(int block) {
-    constexpr int COUNT = TILE::TOKENS / 8, AT_ONCE = COUNT % 16 == 0 ? 16 : 8;
+    constexpr int COUNT = TILE::TOKENS / 8, AT_ONCE = COUNT % 16 == 0 ? 16 : COUNT % 8 == 0 ? 8 : 4;
     const float4* from = partials_of(block);
 #pragma unroll
     for (int start = 0; start < COUNT; start += AT_ONCE) add_sums<AT_ONCE>(start, from);

@@ -30,6 +30,13 @@ inline ScaleSource make_source(const Launch& l) {
   return source;
 }
 
+// Where codes come as boxes of 16: rows of codes that TMA can address, scales as make_scales_of_boxes() expects them. Forward, a thread's
+// own words serve four steps, and boxes were no faster.
+inline bool takes_code_boxes(const LinearProblem& q, const ScaleSource& s) {
+  return q.direction == Direction::kGradInput && s.nested && s.nested_dtype == DType::kFloat32 && q.block_size == kStep &&
+         s.blocks % kCodeBox == 0 && s.blocks <= 448 && reinterpret_cast<uintptr_t>(s.absmax) % 16 == 0;
+}
+
 template <typename T, typename TILE>
 Params make_params(const Launch& l) {
   const LinearProblem& q = l.problem;
@@ -44,9 +51,14 @@ Params make_params(const Launch& l) {
   p.packed = tensor_map(
       {CU_TENSOR_MAP_DATA_TYPE_UINT8, l.args.weight.packed, q.k / 2, q.n, q.k / 2, 32, TILE::JOB_ROWS, CU_TENSOR_MAP_SWIZZLE_32B});
   p.source = make_source(l);
+  p.source.code_boxes = TILE::ROW_PAIRS && takes_code_boxes(q, p.source);
   if (!p.source.in_kernel) {
     p.scales = tensor_map({CU_TENSOR_MAP_DATA_TYPE_FLOAT32, workspace + layout.scales, q.n, q.k / q.block_size, q.n * 4, TILE::JOB_ROWS, 1,
                            CU_TENSOR_MAP_SWIZZLE_NONE});
+  }
+  if (p.source.code_boxes) {
+    p.scales = tensor_map(
+        {CU_TENSOR_MAP_DATA_TYPE_UINT8, p.source.absmax, p.source.blocks, q.n, p.source.blocks, kCodeBox, 128, CU_TENSOR_MAP_SWIZZLE_NONE});
   }
   p.output = tensor_map(
       {kMapType<T>, static_cast<T*>(l.args.out) + l.first * rows, rows, l.count, rows * 2, 64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B});

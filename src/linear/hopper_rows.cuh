@@ -14,116 +14,18 @@
 #pragma once
 
 #include "device/byte_table.cuh"
-#include "device/cp_async.cuh"
 #include "device/mma.cuh"
-#include "device/scales.cuh"
 #include "device/wgmma_rs.cuh"
-#include "linear/hopper_output.cuh"
+#include "linear/hopper_rows_scales.cuh"
 
 namespace nybble::hopper {
 
-// STAGING: output chunks of a warpgroup in shared memory. Slots are constants of loops unrolled by SLOTS, the unit of steps. Dynamic shared
-// memory starts 1 KB after a multiple of 64 KB:
-//   low region, 63 KB: X slots that do not fit above | staging | packed | scales | barriers | list      64 KB: byte table
-//   high region, 100 KB: X slots | values of nested codes
-template <int TOKENS_, int STAGING_>
-struct RowsTile {
-  static constexpr int TOKENS = TOKENS_, STAGING = STAGING_, SLOTS = 4;
-  static constexpr bool ROW_PAIRS = true;
-  static constexpr int PIECES_AT_ONCE = TOKENS == 256 ? 2 : 4;
-  static constexpr int THREADS = 384, CHUNKS = TOKENS / kChunkTokens, JOB_ROWS = 64;
-  static constexpr int X_BYTES = TOKENS * 128, X_BOX = TOKENS / 2;
-  static constexpr int PACKED_BYTES = 2 * JOB_ROWS * 32, SCALE_BYTES = 2 * JOB_ROWS * 4;  // of a step, both halves
-  static constexpr int SOURCE_BYTES = 2 * SCALE_BYTES;  // steps ahead that codes and nested scales are fetched
-  static constexpr bool MOVE_REGISTERS = true;
-  static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56;
-
-  static constexpr int HIGH_BYTES = 99 * 1024, HIGH_SLOTS = SLOTS < HIGH_BYTES / X_BYTES ? SLOTS : HIGH_BYTES / X_BYTES;
-  static constexpr int STAGING_OFFSET = (SLOTS - HIGH_SLOTS) * X_BYTES;
-  static constexpr int PACKED_OFFSET = STAGING_OFFSET + 2 * STAGING * kChunkBytes;
-  static constexpr int SOURCE_OFFSET = PACKED_OFFSET + SLOTS * PACKED_BYTES;
-  static constexpr int SCALE_OFFSET = SOURCE_OFFSET + SLOTS * SOURCE_BYTES;
-  static constexpr int BARRIER_OFFSET = SCALE_OFFSET + SLOTS * SCALE_BYTES;
-  static constexpr int LIST_OFFSET = BARRIER_OFFSET + 4 * SLOTS * 8;
-  static constexpr int TABLE_OFFSET = 63 * 1024, HIGH_OFFSET = TABLE_OFFSET + static_cast<int>(kByteTableBytes);
-  static constexpr int CODE_VALUES_OFFSET = HIGH_OFFSET + HIGH_SLOTS * X_BYTES;
-  static constexpr int SHARED_BYTES = CODE_VALUES_OFFSET + 1024;
-
-  static_assert(LIST_OFFSET + SegmentList::kBytes <= TABLE_OFFSET && SHARED_BYTES <= 232448, "shared memory of a CTA");
-  static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 504 && THREADS >= kHopperMaxSegments && LIST_OFFSET % 16 == 0);
-
-  static __device__ __forceinline__ uint32_t x_slot(uint32_t smem, int slot) {
-    const int high = HIGH_OFFSET + slot * X_BYTES;
-    if constexpr (HIGH_SLOTS == SLOTS) return smem + high;
-    return smem + (slot < HIGH_SLOTS ? high : (slot - HIGH_SLOTS) * X_BYTES);
-  }
-};
-
-using Rows256 = RowsTile<256, 1>;
-using Rows192 = RowsTile<192, 1>;
-using Rows128 = RowsTile<128, 2>;
-using Rows64 = RowsTile<64, 2>;
-
-// Barriers of a CTA, by address. Phases of a slot alternate full, empty.
-template <typename TILE>
-struct RowsBarriers {
-  uint32_t base;
-  __device__ __forceinline__ explicit RowsBarriers(uint32_t smem) : base(smem + TILE::BARRIER_OFFSET) {}
-  __device__ uint32_t full_x(int slot) const { return base + 8 * slot; }
-  __device__ uint32_t empty_x(int slot) const { return base + 8 * (TILE::SLOTS + slot); }  // read by all warpgroups of the cluster
-  __device__ uint32_t full_w(int slot) const { return base + 8 * (2 * TILE::SLOTS + slot); }
-  __device__ uint32_t empty_w(int slot) const { return base + 8 * (3 * TILE::SLOTS + slot); }
-
-  __device__ void init() const {
-    const int arrivals = NYBBLE_FAULT(kForRacecheck) ? 32 : 1;  // of a warp
-    for (int s = 0; s < TILE::SLOTS; s++) {
-      barrier_init(full_x(s), 1);
-      barrier_init(empty_x(s), 4);
-      barrier_init(full_w(s), 1 + 2 * arrivals);  // packed bytes, two warps of scales
-      barrier_init(empty_w(s), 8 * arrivals);     // consumer warps
-    }
-    barrier_init_fence();
-  }
-};
-
-// The units of SLOTS steps of a cluster, one after the other.
-template <int SLOTS>
-struct UnitCursor {
-  SegmentList list;
-  int segment = 0, step = 0, end = 0, row_tile = 0, token_tile = 0;
-  __device__ __forceinline__ explicit UnitCursor(uint32_t at) : list{at} {}
-  __device__ __forceinline__ bool advance() {
-    step += SLOTS;
-    if (step < end) return true;
-    const auto e = list.read(segment++);
-    step = e.begin;
-    end = e.end;
-    row_tile = e.row_tile;
-    token_tile = e.token_tile;
-    return end > 0;
-  }
-};
-
 template <Direction DIRECTION, typename TILE>
-struct RowsProducer {
-  static constexpr bool FORWARD = DIRECTION == Direction::kForward;
-  static constexpr int SLOTS = TILE::SLOTS;
-  using Cursor = UnitCursor<SLOTS>;
-  const Params& p;
-  const uint32_t smem;
-  const int rank, lane;
-  const RowsBarriers<TILE> barriers;
-
-  __device__ __forceinline__ RowsProducer(const Params& params, uint32_t base, uint32_t cluster_rank)
-      : p(params), smem(base), rank(static_cast<int>(cluster_rank)), lane(static_cast<int>(threadIdx.x & 31)), barriers(base) {}
-
-  // First row of W, and its block of 64 along k, of half `half` of a step.
-  __device__ __forceinline__ int first_row(const Cursor& at, int step, int half) const {
-    return FORWARD ? (at.row_tile * 2 + rank) * kTileRows + half * 64 : step * kStep;
-  }
-  __device__ __forceinline__ int block_of(const Cursor& at, int step, int half) const {
-    return FORWARD ? step : (at.row_tile * 2 + rank) * 2 + half;
-  }
+struct RowsProducer : RowsScales<DIRECTION, TILE> {
+  using Base = RowsScales<DIRECTION, TILE>;
+  using Base::barriers, Base::block_of, Base::first_row, Base::lane, Base::p, Base::rank, Base::SLOTS, Base::smem;
+  using Base::Base;
+  using typename Base::Cursor;
 
   // One lane. Its half of the tokens goes to both CTAs.
   __device__ __forceinline__ void load_activations() const {
@@ -160,134 +62,6 @@ struct RowsProducer {
     }
   }
 
-  // ---- scales: thread `entry` of 64 makes those of row `entry` of both halves. What they are made of comes by cp.async, a unit ahead,
-  // into places of the thread's own: the word that holds the code, behind it the nested scale. Lanes are rows of W apart, so every fetch is
-  // a line of its own, and lines are what this costs: a word of 4 codes is fetched once.
-
-  __device__ __forceinline__ uint32_t source_at(int place, int half, int entry) const {
-    return smem + TILE::SOURCE_OFFSET + place * TILE::SOURCE_BYTES + (half * 64 + entry) * 8;
-  }
-  // Where a consumer looks for the scale of a row: by row (forward), or by k16 step, thread t of four and element of the A fragment.
-  __device__ __forceinline__ uint32_t scale_place(int slot, int entry) const {
-    const int place = FORWARD ? entry : (entry & 48) + ((entry & 6) << 1) + (entry & 1) + (entry >> 2 & 2);
-    return smem + TILE::SCALE_OFFSET + slot * TILE::SCALE_BYTES + place * 4;
-  }
-  __device__ __forceinline__ void hand_over(int slot, uint32_t group, int entry, float first, float second) const {
-    NYBBLE_DELAY(13);
-    barrier_wait(barriers.empty_w(slot), group ^ 1);
-    store_shared_u32(scale_place(slot, entry), __float_as_uint(first));
-    store_shared_u32(scale_place(slot, entry) + TILE::SCALE_BYTES / 2, __float_as_uint(second));
-    __syncwarp();
-    if (lane == 0 || NYBBLE_FAULT(kForRacecheck)) barrier_arrive(barriers.full_w(slot));
-  }
-  __device__ __forceinline__ float code_value(uint32_t code) const { return load_shared_f32(smem + TILE::CODE_VALUES_OFFSET + code * 4); }
-
-  // Any block size, fp32 scales or nested ones of any type. Outside W zeros: there the activations are zero or nothing is stored.
-  __device__ __forceinline__ void fetch_any(const Cursor& at, bool more, int slot, int entry, uint32_t (&byte)[2]) const {
-    const ScaleSource& s = p.source;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const uint32_t row = static_cast<uint32_t>(first_row(at, at.step + slot, half) + entry),
-                     block = static_cast<uint32_t>(block_of(at, at.step + slot, half)) >> p.block_shift;
-      const bool inside = more && block < s.blocks && row < s.n;
-      const uint32_t index = inside ? row * s.blocks + block : 0, bytes = inside ? 4 : 0, to = source_at(slot, half, entry);
-      byte[half] = index & 3;
-      if (s.nested) {
-        copy_async_fill_4b(to, static_cast<const uint8_t*>(s.absmax) + (index & ~3u), bytes);
-        copy_async_fill_4b(to + 4, s.nested_absmax + index / static_cast<uint32_t>(kNestedBlockSize), bytes);
-      } else {
-        copy_async_fill_4b(to, static_cast<const float*>(s.absmax) + index, bytes);
-      }
-    }
-    commit_copies();
-  }
-  __device__ __forceinline__ void make_any_scales(int entry, float offset) const {
-    const ScaleSource& s = p.source;
-    Cursor at(smem + TILE::LIST_OFFSET), ahead(smem + TILE::LIST_OFFSET);
-    uint32_t byte[SLOTS][2];
-    bool more = ahead.advance();
-#pragma unroll
-    for (int slot = 0; slot < SLOTS; slot++) fetch_any(ahead, more, slot, entry, byte[slot]);
-    for (uint32_t group = 0; at.advance(); group ^= 1) {
-      more = more && ahead.advance();
-#pragma unroll
-      for (int slot = 0; slot < SLOTS; slot++) {
-        wait_copies<SLOTS - 1>();
-        float scale[2];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const uint32_t from = source_at(slot, half, entry);
-          scale[half] = s.nested ? nested_scale(code_value(load_shared_u8(from + byte[slot][half])), load_shared_f32(from + 4), offset,
-                                                s.nested_dtype)
-                                 : load_shared_f32(from);
-        }
-        hand_over(slot, group, entry, scale[0], scale[1]);
-        fetch_any(ahead, more, slot, entry, byte[slot]);
-      }
-    }
-  }
-
-  // Blocks of 64, nested scales in fp32, a multiple of 4 blocks in a row: forward, the 4 codes of a unit are one word; grad_x, the codes of
-  // both halves lie in one word, at the same byte in every step.
-  __device__ __forceinline__ bool takes_words() const {
-    const ScaleSource& s = p.source;
-    return s.nested && s.nested_dtype == DType::kFloat32 && p.block_shift == 0 && s.blocks % SLOTS == 0;
-  }
-  __device__ __forceinline__ void fetch_word(uint32_t to, uint32_t index, bool inside) const {
-    const ScaleSource& s = p.source;
-    const uint32_t at = inside ? index : 0, bytes = inside ? 4 : 0;
-    copy_async_fill_4b(to, static_cast<const uint8_t*>(s.absmax) + (at & ~3u), bytes);
-    copy_async_fill_4b(to + 4, s.nested_absmax + at / static_cast<uint32_t>(kNestedBlockSize), bytes);
-  }
-  __device__ __forceinline__ void fetch_unit(const Cursor& at, bool more, uint32_t buffer, int entry) const {
-    const ScaleSource& s = p.source;
-    const uint32_t row = static_cast<uint32_t>(first_row(at, at.step, 0) + entry), block = static_cast<uint32_t>(block_of(at, at.step, 0));
-#pragma unroll
-    for (uint32_t i = 0; i < (FORWARD ? 2 : SLOTS); i++) {  // halves, or steps
-      fetch_word(source_at(buffer * 2 + i / 2, i % 2, entry), (row + 64 * i) * s.blocks + block,
-                 more && row + 64 * i < s.n && block < s.blocks);
-    }
-    commit_copies();
-  }
-  __device__ __forceinline__ void make_scales_of_words(int entry, float offset) const {
-    Cursor at(smem + TILE::LIST_OFFSET), ahead(smem + TILE::LIST_OFFSET);
-    bool more = ahead.advance();
-    fetch_unit(ahead, more, 0, entry);
-    for (uint32_t group = 0; at.advance(); group ^= 1) {
-      more = more && ahead.advance();
-      fetch_unit(ahead, more, group ^ 1, entry);
-      wait_copies<1>();
-      uint2 source[FORWARD ? 2 : SLOTS];
-#pragma unroll
-      for (uint32_t i = 0; i < (FORWARD ? 2 : SLOTS); i++) source[i] = load_shared_u64(source_at(group * 2 + i / 2, i % 2, entry));
-      const uint32_t shift = FORWARD ? 0 : (static_cast<uint32_t>(block_of(at, 0, 0)) & 3) * 8;
-#pragma unroll
-      for (int slot = 0; slot < SLOTS; slot++) {
-        float scale[2];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const uint2 from = source[FORWARD ? half : slot];
-          const uint32_t code = from.x >> (FORWARD ? slot * 8 : shift + half * 8) & 255;
-          scale[half] = nested_scale(code_value(code), __uint_as_float(from.y), offset, DType::kFloat32);
-        }
-        hand_over(slot, group, entry, scale[0], scale[1]);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void make_scales(int entry) const {
-    const ScaleSource& s = p.source;
-    float offset = 0.0f;
-    if (s.nested) {
-      offset = round_through(*s.offset, s.nested_dtype);
-      for (int i = entry; i < 256; i += 64) {
-        store_shared_u32(smem + TILE::CODE_VALUES_OFFSET + i * 4, __float_as_uint(s.nested_code[i]));
-      }
-      named_barrier(4, 64);
-    }
-    takes_words() ? make_scales_of_words(entry, offset) : make_any_scales(entry, offset);
-  }
-
   __device__ __forceinline__ void run(int warp) const {
     wait_for_previous_grids();
     if (warp == 2) {
@@ -295,7 +69,7 @@ struct RowsProducer {
     } else if (warp == 3) {
       if (lane == 0) load_packed();
     } else {
-      make_scales(warp * 32 + lane);
+      this->make_scales(warp * 32 + lane);
     }
   }
 };
@@ -303,7 +77,7 @@ struct RowsProducer {
 template <Direction DIRECTION, typename T, typename TILE>
 struct RowsConsumer : Output<DIRECTION, T, TILE> {
   using Base = Output<DIRECTION, T, TILE>;
-  using Base::begin, Base::end, Base::half, Base::p, Base::rank, Base::segment, Base::sum, Base::thread;
+  using Base::begin, Base::end, Base::half, Base::list, Base::p, Base::rank, Base::segment, Base::sum, Base::thread;
   using Base::enter_segment, Base::finish_sums, Base::leader, Base::write_chunks;
   static constexpr bool FORWARD = DIRECTION == Direction::kForward;
   static constexpr int SLOTS = TILE::SLOTS;
@@ -458,6 +232,10 @@ struct RowsConsumer : Output<DIRECTION, T, TILE> {
     uint32_t group = 0;
     while (end > 0) {
       run_segment(group);
+      if (list.read(segment + 1).end == 0) {  // no more x: all output of a warpgroup fits a slot that everyone has read
+        barrier_wait(barriers.empty_x(half), group ^ 1);
+        this->spare = TILE::x_slot(smem, half) - this->staging;
+      }
       finish_sums(cluster, [&] { write_chunks(0, TILE::CHUNKS); });
       segment++;
       enter_segment();

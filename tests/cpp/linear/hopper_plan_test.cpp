@@ -165,7 +165,7 @@ TEST(HopperWork, EveryFlagThatIsSetIsAwaitedAndOnlyThose) {
           const LinearProblem p = problem(m, n, k, direction);
           const LinearPlan plan = plan_hopper_as(p, kH200, {hopper_tile(variant), hopper_schedule(variant), hopper_scales(variant), 4});
           const Work w = work_of(p, plan);
-          const int chunks[kHopperTiles] = {8, 4, 2, 8, 6, 4, 2};
+          const int chunks[kHopperTiles] = {8, 4, 2, 8, 6, 5, 4, 3, 2};
           EXPECT_TRUE(flag_balance(w, chunks[static_cast<int>(hopper_tile(plan.variant))], waits).empty()) << m << " " << to_string(plan);
         }
       }
@@ -274,7 +274,8 @@ TEST(HopperPlan, AFewHundredTokensGoToTilesOfRowPairs) {
   EXPECT_EQ(tile_of(problem(256, 14336, 4096)), HopperTile::kRows256);
   EXPECT_EQ(tile_of(problem(256, 4096, 14336, Direction::kGradInput)), HopperTile::kRows256);
   for (const Direction direction : {Direction::kForward, Direction::kGradInput}) {
-    for (const int64_t m : {129, 160, 192}) EXPECT_EQ(tile_of(problem(m, 4096, 4096, direction)), HopperTile::kRows192);
+    for (const int64_t m : {129, 160}) EXPECT_EQ(tile_of(problem(m, 4096, 4096, direction)), HopperTile::kRows160);
+    for (const int64_t m : {161, 192}) EXPECT_EQ(tile_of(problem(m, 4096, 4096, direction)), HopperTile::kRows192);
     EXPECT_EQ(tile_of(problem(193, 14336, 4096, direction)), HopperTile::kRows256);
   }
   EXPECT_EQ(tile_of(problem(128, 4096, 4096)), HopperTile::kRows128);
@@ -302,7 +303,8 @@ TEST(HopperPlan, RowPairsGoToStreamKWherePiecesWouldLeaveClustersIdle) {
 }
 
 TEST(HopperPlan, TilesOfRowPairsMakeTheirScalesThemselves) {
-  for (const HopperTile tile : {HopperTile::kRows256, HopperTile::kRows192, HopperTile::kRows128, HopperTile::kRows64}) {
+  for (const HopperTile tile :
+       {HopperTile::kRows256, HopperTile::kRows192, HopperTile::kRows160, HopperTile::kRows128, HopperTile::kRows96, HopperTile::kRows64}) {
     const LinearProblem p = problem(100, 4096, 4096);
     const LinearPlan plan = plan_hopper_as(p, kH200, {tile, HopperSchedule::kWhole, HopperScales::kExpanded, 4});
     EXPECT_EQ(hopper_scales(plan.variant), HopperScales::kInKernel);

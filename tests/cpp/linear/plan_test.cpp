@@ -83,7 +83,7 @@ INSTANTIATE_TEST_SUITE_P(
                       PathCase{"H200SixteenTokensGrad", problem(16, 4096, 4096, Direction::kGradInput), kH200, LinearPath::kSmallM},
                       PathCase{"H200SeventeenTokensRaggedGrad", problem(17, 4000, 4096, Direction::kGradInput), kH200, LinearPath::kHopper},
                       PathCase{"H200SomeTokens", problem(64, 14336, 4096), kH200, LinearPath::kSmallM},
-                      PathCase{"H200NinetyTokens", problem(96, 14336, 4096), kH200, LinearPath::kSmallM},
+                      PathCase{"H200NinetyTokens", problem(96, 14336, 4096), kH200, LinearPath::kHopper},
                       PathCase{"H200NinetyTokensGrad", problem(96, 14336, 4096, Direction::kGradInput), kH200, LinearPath::kHopper},
                       PathCase{"H200MoreTokens", problem(128, 14336, 4096), kH200, LinearPath::kHopper},
                       PathCase{"H200MoreTokensPlainScales", plain(problem(128, 14336, 4096)), kH200, LinearPath::kSmallM},

@@ -202,7 +202,7 @@ TEST(SmallMPlan, ATuneEntrySelectsAnotherPath) {
   TuneTable tune;
   tune.add(entry);
   EXPECT_EQ(plan_linear(problem(32, 14336, 4096), kH200, &tune).path, LinearPath::kHopper);
-  EXPECT_EQ(plan_linear(problem(65, 14336, 4096), kH200, &tune).path, LinearPath::kSmallM);
+  EXPECT_EQ(plan_linear(problem(16, 14336, 4096), kH200, &tune).path, LinearPath::kSmallM);
   EXPECT_EQ(plan_linear(problem(32, 14336, 4096), kH200).path, LinearPath::kSmallM);
 }
 

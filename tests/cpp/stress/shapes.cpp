@@ -42,6 +42,10 @@ void draw_shape(Random& random, Kernels kernels, LinearProblem& p) {
       if (p.nested && random.one_in(6)) p.nested_dtype = random.one_in(2) ? DType::kFloat16 : DType::kBFloat16;
       p.n = 8 * random.log_in(1, 700);
       p.k = p.block_size * std::max<int64_t>(1, random.log_in(64, 8192) / p.block_size);
+      if (kernels == Kernels::kHopperRows && random.one_in(2)) {  // codes that are fetched by words and by boxes
+        p.block_size = 64;
+        p.k = (random.one_in(2) ? 256 : 1024) * random.in(1, 8);
+      }
       break;
     case Kernels::kSmallM:
       p.m = std::min<int64_t>(near_multiple(random, random.log_in(1, kSmallMMaxTokens), 8), kSmallMMaxTokens);
