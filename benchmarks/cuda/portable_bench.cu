@@ -7,13 +7,14 @@
 #include "linear/portable_launch.cuh"
 #include "linear/portable_params.h"
 #include "linear/row.h"
+#include "linear/small_m.h"
 #include "portable_yardstick.cuh"
 
 using namespace nybble;
 
 extern "C" {
 
-enum BenchPath : int { kBenchAuto = 0, kBenchPortable = 1, kBenchRow = 2, kBenchDense = 3, kBenchHopper = 4 };
+enum BenchPath : int { kBenchAuto = 0, kBenchPortable = 1, kBenchRow = 2, kBenchDense = 3, kBenchHopper = 4, kBenchSmallM = 5 };
 
 struct BenchCall {
   int path, variant, cut, repeat;  // variant: of the path, -1: as planned; cut of kBenchHopper: token tiles of a raster group; repeat: 1,
@@ -56,6 +57,11 @@ LinearPlan hopper_plan_of(const BenchCall& c, const LinearProblem& problem, cons
 LinearPlan plan_of(const BenchCall& c, const LinearProblem& problem) {
   const DeviceModel device{"bench", c.sm, c.sm_count, 0, 232448};
   if (c.path == kBenchHopper) return hopper_plan_of(c, problem, device);
+  if (c.path == kBenchSmallM) {
+    const std::string refusal = supports_small_m_tiles(problem, device);
+    if (!refusal.empty()) fail(ErrorKind::kUnsupported, refusal);
+    return plan_small_m_tiles(problem, device);
+  }
   const bool row = c.path == kBenchRow || (c.path == kBenchAuto && supports_row(problem, device).empty());
   const bool fast = c.variant >= 0 && c.variant != kPortableGeneral;
   const std::string refusal = row    ? supports_row(problem, device)
@@ -109,6 +115,7 @@ void run(BenchCall& c) {
   const LinearPlan plan = plan_of(c, problem);
   const LinearArgs args = args_of(c);
   if (plan.path == LinearPath::kHopper) return launch_hopper(plan, problem, args, c.stream);
+  if (plan.path == LinearPath::kSmallM) return launch_small_m(plan, problem, args, c.stream);
   if (plan.path == LinearPath::kRow) return launch_row(plan, problem, args, c.stream);
   if (c.path != kBenchDense && c.repeat == 1) return launch_portable(plan, problem, args, c.stream);
   const portable::Params p = portable::make_params(plan, problem, args);

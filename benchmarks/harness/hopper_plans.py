@@ -1,13 +1,14 @@
-"""Which plan of the large-M kernel is best, and is it still best alone? Needs a GPU of compute capability 9.0.
+"""Which plan of the Hopper path is best, and is it still best alone? Needs a GPU of compute capability 9.0.
 
     python hopper_plans.py LIBRARY [LIBRARY...] [--cells 4096x4096:512,1024 ...] [--rounds N] [--seconds S]
                            [--alone SECONDS] [--json FILE]
 
 LIBRARY: libportable_bench.so (cmake --build BUILD --target portable_bench). For every cell and direction: dense
-(torch.mm), the plan that `auto` takes, and every other tile, schedule, way of the scales and raster group that is a
-plan of its own. Further libraries are other builds of the kernels: what `auto` takes there, and the same with the other
-way of the scales ("1:auto", ...). Weights rotate over 3 x L2, CUDA graph replays, arms shuffled in each round. An arm's
-ratio: median over rounds of its time / the dense time of that round.
+(torch.mm), the plan that the path itself takes ("auto"), and every other tile, schedule, way of the scales and raster
+group that is a plan of its own; up to 128 tokens the tiles of the small-M kernel, too. Further libraries are other
+builds of the kernels: what `auto` takes there, and the same with the other way of the scales ("1:auto", ...). Weights
+rotate over 3 x L2, CUDA graph replays, arms shuffled in each round. An arm's ratio: median over rounds of its time /
+the dense time of that round.
 With --alone, where dense takes half a millisecond or more, the plan that auto takes, the best other one and dense then
 run for that long each, one after another, the two plans once more in reverse order: a large multiply is power-limited,
 and arms that alternate share one clock.
@@ -24,13 +25,15 @@ import sys
 import time
 
 import torch
-from portable_kernels import HOPPER, Kernels, Weight
+from portable_kernels import HOPPER, SMALL_M, Kernels, Weight
 from portable_time import capture
 
-TILES = ("512", "256", "128", "rows256", "rows192", "rows128", "rows64")  # tokens of a cluster's tile
+# Tokens of a cluster's tile, in the order of HopperTile.
+TILES = ("512", "256", "128", "rows256", "rows192", "rows160", "rows128", "rows96", "rows64")
 SCHEDULES, SCALES = ("whole", "stream", "pieces"), ("exp", "own")
 AUTO_GROUP, GROUPS = 4, (1, 2, 8)
 GRAPH_US, WORKSPACE = 1500, 64 << 20
+SMALL_M_TOKENS = 128
 ALONE_US = 500  # from here on the card's power is what limits
 DIRECTIONS = ("forward", "grad_x")
 DEFAULT = ["4096x4096:512,1024,2048,4096", "14336x4096:2048,8192", "4096x14336:2048,8192", "1024x4096:2048,4096,8192"]
@@ -50,7 +53,9 @@ def candidates(rows, m):
     """(variant, group) of every plan worth a try for an output of so many rows and tokens."""
     waves = -(-rows // 128) * -(-m // 512) / 66
     tiles = (0, 1, 3) if m <= 512 else (0, 1) if waves < 2 else (0,)
-    found = [(variant(t, s, c), AUTO_GROUP) for t in tiles for s in range(3) for c in range(2) if t != 3 or c == 1]
+    if m <= 256:
+        tiles = (1, 2, *(t for t, name in enumerate(TILES) if t > 2 and m <= 2 * int(name[4:])))
+    found = [(variant(t, s, c), AUTO_GROUP) for t in tiles for s in range(3) for c in range(2) if t < 3 or c == 1]
     return found + [(variant(0, 0, c), group) for c in range(2) for group in GROUPS if m > 1024]
 
 
@@ -71,6 +76,8 @@ class Cell:
         for number, kernels in enumerate(libraries):
             prefix = "" if number == 0 else f"{number}:"
             self.add(kernels, weights, backward, f"{prefix}auto", -1, 0)
+            if m <= SMALL_M_TOKENS and number == 0:
+                self.add(kernels, weights, backward, "small_m", -1, 0, SMALL_M)
             taken = int(re.search(r"variant (\d+)", self.plans[f"{prefix}auto"][1])[1])
             for v, group in candidates(columns, m):
                 same = group == AUTO_GROUP and (v - taken) % (len(TILES) * len(SCHEDULES)) == 0
@@ -79,9 +86,9 @@ class Cell:
         self.count = max(2, min(40, int(GRAPH_US / (2 * m * self.n * self.k / 650e6 + 8))))
         self.graphs = {arm: capture(body, self.count) for arm, body in self.bodies.items()}
 
-    def add(self, kernels, weights, backward, arm, v, group):
+    def add(self, kernels, weights, backward, arm, v, group, path=HOPPER):
         """An arm, unless its plan is one that another arm of the library has."""
-        calls = [kernels.call(w, self.x, self.out, backward, path=HOPPER, variant=v, cut=group) for w in weights]
+        calls = [kernels.call(w, self.x, self.out, backward, path=path, variant=v, cut=group) for w in weights]
         plans = [kernels.plan(call) for call in calls]
         plan = (kernels, plans[0])
         if plan in self.plans.values():

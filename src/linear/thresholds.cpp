@@ -13,8 +13,7 @@ constexpr int64_t kLargestWeight = int64_t{192} << 20;  // between 27648 x 5120 
 constexpr Threshold kThresholds[] = {
     // H200: the small-M kernel leads up to 64 tokens on large weights (forward of the largest also from 97 to 128), up to 32 on small ones,
     // up to 64 on the smallest (but one token where it has no strips: row kernel). Above, with nested scales, the Hopper kernel with
-    // weights
-    // in registers.
+    // weights in registers.
     {LinearPath::kSmallM, 90, 90, 1, 64, true, true, kLargeWeight, "h200-linear.json"},
     {LinearPath::kSmallM, 90, 90, 97, 128, true, false, kLargestWeight, "h200-linear.json"},
     {LinearPath::kHopper, 90, 90, 65, 128, true, true, kLargeWeight, "h200-linear.json", false, true},

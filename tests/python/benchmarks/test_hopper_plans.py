@@ -15,6 +15,10 @@ def test_candidates_are_plans_of_their_own_and_have_names_of_their_own():
         names = [plans.words(*candidate) for candidate in found]
         assert len(set(names)) == len(set(found)) == len(found) >= 6
     assert plans.words(plans.variant(0, 1, 0), plans.AUTO_GROUP) == "512 stream exp"
+    for m, least in ((64, 64), (100, 128), (160, 160), (256, 256)):
+        names = [plans.words(*candidate) for candidate in plans.candidates(14336, m)]
+        assert len(set(names)) == len(names) and f"rows{least} stream own" in names and "128 whole exp" in names
+        assert f"rows{least} whole exp" not in names
     assert plans.words(plans.variant(3, 2, 1), 8) == "rows256 pieces own g8"
 
 
