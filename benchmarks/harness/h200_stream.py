@@ -5,10 +5,11 @@
     python h200_stream.py --cases tiny:all:32 --device cpu              a trial without a GPU
     python h200_stream.py --merge A.json B.json --out FOLDER            one record of several runs
 
-A case is shape:adapters:tokens. It has two models of the same random bytes and adapters: one streamed, one resident.
-First every arm's peak memory, then the gradients bit for bit, after the resident model was compared with itself, then
-times: arms in turn, the order shuffled in each round. Writes h200-stream.json and .md. With soup-cli 0.77 on the path,
-its streaming runtime over the same bytes takes part too (stream_peer.py).
+A case is shape:adapters:tokens, then options of its own: 70b-12:qv:128:steps=10:arms=resident,streamed (of --arms,
+--stack, --steps, --rounds, --length-seconds). It has two models of the same random bytes and adapters: one streamed,
+one resident. First every arm's peak memory, then the gradients bit for bit, after the resident model was compared
+with itself, then times: arms in turn, the order shuffled in each round. Writes h200-stream.json and .md. With
+soup-cli 0.77 on the path, its streaming runtime over the same bytes takes part too (stream_peer.py).
 
 A round of an arm is --steps steps, enqueued without waiting in between. Python's garbage collector runs between rounds
 only, as its pauses are longer than steps. host_ms: time until a step is enqueued; near step_ms, the step waits for the
@@ -42,17 +43,43 @@ from stream_store import SHAPES, write_store
 from stream_times import quiet_host, time_arms
 
 import nybble
+from nybble.gate.record import driver
 from nybble.gate.training.telemetry import Samples
 
 MIB = 1 << 20
+
+
+def comma_list(text: str) -> list[str]:
+    return [item for item in text.split(",") if item]
+
+
+def tokens_list(text: str) -> list[int]:
+    return [int(item) for item in comma_list(text)]
+
+
+# What a case may set for itself.
+OWN = {"arms": comma_list, "stack": tokens_list, "steps": int, "rounds": int, "length_seconds": float}
+
+
+def with_own(options: argparse.Namespace, own: list[str]) -> argparse.Namespace:
+    """The options with a case's own, each as name=value."""
+    found = argparse.Namespace(**vars(options))
+    for text in own:
+        name, _, value = text.partition("=")
+        name = name.replace("-", "_")
+        if name not in OWN:
+            raise ValueError(f"{text}: found {name}, expected one of {', '.join(OWN)}")
+        setattr(found, name, OWN[name](value))
+    return found
 
 
 class Case:
     """One shape and set of adapters."""
 
     def __init__(self, options, text: str, start: float, samples: Samples):
-        self.options, self.start, self.samples = options, start, samples
-        self.shape, self.targets, lengths = text.split(":")
+        self.shape, self.targets, lengths, *own = text.split(":")
+        self.options = options = with_own(options, own)
+        self.start, self.samples = start, samples
         self.lengths = [int(length) for length in lengths.split(",")]
         self.device = torch.device(options.device)
         self.cuda = self.device.type == "cuda"
@@ -297,7 +324,7 @@ def machine(options) -> dict:
     name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     local = {str(value) for value in ("--out", options.out, "--scratch", options.scratch)}  # paths of this machine
     command = " ".join(["h200_stream.py", *[argument for argument in sys.argv[1:] if argument not in local]])
-    return {"device": name, "command": command, "commit": options.commit, **info}
+    return {"device": name, "command": command, "commit": options.commit, **driver(), **info}
 
 
 def parse() -> argparse.Namespace:
@@ -313,8 +340,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--window", type=int, default=2)
     parser.add_argument("--budget", type=float, default=240, help="seconds; lengths that would start later are skipped")
-    parser.add_argument("--arms", type=lambda text: text.split(","), help="only these; resident must be among them")
-    parser.add_argument("--stack", type=lambda text: [int(t) for t in text.split(",") if t], default=[128, 512])
+    parser.add_argument("--arms", type=comma_list, help="only these; resident must be among them")
+    parser.add_argument("--stack", type=tokens_list, default=[128, 512])
     parser.add_argument("--commit", help="of the code that is measured, for the record")
     parser.add_argument("--merge", type=pathlib.Path, nargs="+", metavar="JSON", help="measure nothing")
     parser.add_argument("--scratch", help="where the random store is written and removed again")

@@ -136,7 +136,8 @@ def markdown(record: dict) -> str:
     lines = [
         f"# Streamed LoRA training, {machine['device']}",
         "",
-        f"`{machine['command']}`; torch {machine['torch']}, {record['seconds']:.0f} s. What the columns mean: "
+        f"`{machine['command']}`; torch {machine['torch']}{driver_of(machine)}, {record['seconds']:.0f} s. What the "
+        "columns mean: "
         "`benchmarks/harness/h200_stream.py`.",
     ]
     for case in record["cases"]:
@@ -148,6 +149,25 @@ def markdown(record: dict) -> str:
         "Garbage arms compute nonsense: only their time is meant."
     )
     return "\n".join([*lines, "", *closing]) + "\n"
+
+
+def driver_of(machine: dict) -> str:
+    return f", driver {machine['driver']}, power limit {machine['power_limit']}" if "power_limit" in machine else ""
+
+
+def trained(case: dict) -> list[str]:
+    """Proof that what was timed is training; faults() has what is none."""
+    rows = [row for row in case["rows"] if "step_ms" in row and not row["garbage"]]
+    if not rows:
+        return []
+    norms, moved = [row["gradient_norm"] for row in rows], sum(row["adapters_moved"] for row in rows)
+    changes = [row["loss_last"] - row["loss_first"] for row in rows]
+    rounds = sum(len(row["rounds_ms"]) for row in rows)
+    return [
+        f"* Every timed arm trained: gradient norms {min(norms):.3g} to {max(norms):.3g}, adapters changed in "
+        f"{moved} of {rounds} rounds, loss of the last round less the first's "
+        f"{min(changes):+.3f} to {max(changes):+.3f}."
+    ]
 
 
 def case_lines(case: dict) -> list[str]:
@@ -181,7 +201,7 @@ def case_lines(case: dict) -> list[str]:
     stack = [f"* {stack_line(case['stack'])}"] if case["stack"] else []
     peer = [f"* soup-cli's arms did not run: {case['no_peer']}."] if "no_peer" in case else []
     peer += [f"* Gradients of {arm} were not compared: {why}" for arm, why in case.get("not_compared", {}).items()]
-    return [*lines, "", *stack, *peaks(case), *times(case), *verdicts(case), *peer]
+    return [*lines, "", *trained(case), *stack, *peaks(case), *times(case), *verdicts(case), *peer]
 
 
 def judge(name: str, at: str, found: list[float], limit: float, holds: bool) -> str:

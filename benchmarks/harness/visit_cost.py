@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """What streaming costs the host per layer visit, in microseconds, without the copies.
 
-    python benchmarks/harness/visit_cost.py [--device cpu|cuda] [--rounds 9] [--json] [--record PATH] [--pieces-only]
+    python benchmarks/harness/visit_cost.py [--device cpu|cuda] [--rounds 9] [--pin] [--json] [--record PATH]
+        [--pieces-only]
 
 Pieces: the layers are 4 KiB, so a refill's copy is nothing; what is left is bookkeeping: two calls into the core
 (acquire, release), the state machine, waking the copy thread or enqueuing a copy and its events, autograd's version
@@ -10,8 +11,8 @@ counter. CPU time of the calling thread, so that a busy machine and waiting do n
 Step: a LoRA training step of a model of 8 layers so small that the host's work is all there is, streamed and resident
 (with the same multiply), in turn. Total = the streamed step / visits (two a layer: forward and backward), as it is,
 with the backward on the calling thread, and without Python's garbage collector. Added time = the difference of the two
-steps / visits, pairs of one round, without collector and with the backward on the calling thread: else it drowns. Where
-it goes: the step profiled, own time by package and function; and one projection's parts.
+steps / visits, pairs of one round, without collector and with the backward on the calling thread, whose CPU time is
+taken: else it drowns. Where it goes: the step profiled, own time by package and function; one projection's parts.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import json
 import os
 import pathlib
 import platform
+import random
 import statistics
 import sys
 import tempfile
@@ -135,7 +137,8 @@ def step_cost(device: torch.device, rounds: int) -> dict[str, float]:
         "functions": visit_profile.by_function(profile),
         "projection": visit_profile.projection(streamed),
         "added": statistics.median(differences),
-        "added_quartiles": statistics.quantiles(differences, n=4)[::2],
+        "added_interval": interval(differences),
+        "pairs": len(differences),
         "total": statistics.median(usual["streamed"]),
         "resident": statistics.median(usual["resident"]),
         "settings": {
@@ -147,18 +150,25 @@ def step_cost(device: torch.device, rounds: int) -> dict[str, float]:
 def times_under(setting: str, arms: dict, ids: torch.Tensor, rounds: int) -> dict[str, list[float]]:
     """Microseconds per visit of each round, the arms in turn; the first round does not count."""
     device = ids.device
-    # On CUDA the backward has a thread of its own; on the CPU thread time leaves out a busy machine.
-    clock = time.perf_counter if device.type == "cuda" else time.thread_time
+    # Thread time leaves out a busy machine. On CUDA the backward has a thread of its own, unless it is told not to.
+    clock = time.perf_counter if device.type == "cuda" and setting != QUIET else time.thread_time
     times = {arm: [] for arm in arms}
     with visit_profile.SETTINGS[setting]():
-        for _ in range(rounds + 1):
-            for arm, model in arms.items():
+        for turn in range(rounds + 1):
+            for arm, model in list(arms.items())[:: -1 if turn % 2 else 1]:
                 synchronize(device)
                 start = clock()
                 model.gradients(ids)
                 synchronize(device)
                 times[arm].append((clock() - start) / (2 * STEP_LAYERS) * 1e6)
     return {arm: values[1:] for arm, values in times.items()}
+
+
+def interval(values: list[float], draws: int = 2000) -> list[float]:
+    """95% bootstrap interval of the median."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(draws))
+    return [medians[int(0.025 * draws)], medians[int(0.975 * draws) - 1]]
 
 
 def synchronize(device: torch.device) -> None:
@@ -171,10 +181,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--pin", action="store_true", help="the process to one core")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--record", type=pathlib.Path, metavar="PATH", help="also write PATH.json and PATH.md")
     parser.add_argument("--pieces-only", action="store_true")
     options = parser.parse_args()
+    if options.pin:
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     lib.nybble_set_num_threads(1)
     device = torch.device(options.device)
@@ -209,15 +222,14 @@ def lines(record: dict) -> list[str]:
     if step is None:
         return found
     profiled = sum(row["us"] for row in step["where"].values())
-    low, high = step["added_quartiles"]
-    word = "holds" if high <= LARGEST_ADDED_US else "MISSED" if low > LARGEST_ADDED_US else "no verdict, they spread"
+    low, high = step["added_interval"]
+    word = "holds" if high <= LARGEST_ADDED_US else "MISSED" if low > LARGEST_ADDED_US else "no verdict, too wide"
     return [
         *found,
         f"training step of {STEP_LAYERS} layers, per visit: total {step['total']:.1f} us, "
         f"resident {step['resident']:.1f} us",
-        f"added by streaming, per visit: {step['added']:.1f} us, quartiles "
-        + " to ".join(f"{value:.1f}" for value in step["added_quartiles"])
-        + f" ({QUIET}); at most {LARGEST_ADDED_US}: {word}",
+        f"added by streaming, per visit: {step['added']:.1f} us ({low:.1f} .. {high:.1f}, 95% of the median of "
+        f"{step['pairs']} pairs, {QUIET}); at most {LARGEST_ADDED_US}: {word}",
         *(
             f"  {name}: streamed {us['streamed']:.1f} us, resident {us['resident']:.1f} us"
             for name, us in step["settings"].items()

@@ -14,6 +14,8 @@ import torch
 
 from nybble import build_info
 
+from .training.telemetry import first_gpu
+
 FEW = 20  # rows, up to which a record keeps the words of checks that hold, as the intervals of timed arms are
 MANY = 500  # rows, above which a record keeps numbers and counts instead of every row in words
 SCHEMA = Path(__file__).with_name("report.schema.json")
@@ -96,10 +98,10 @@ def commit_of(folder: Path) -> tuple[str, bool | None]:
 
 
 def driver() -> dict[str, str]:
-    """Driver and power limit of GPU 0, where nvidia-smi tells."""
+    """Driver and power limit of torch's first GPU, where nvidia-smi tells."""
     if not torch.cuda.is_available():
         return {}
-    query = ["nvidia-smi", "-i", "0", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
+    query = ["nvidia-smi", "-i", first_gpu(), "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.strip().split(", ")
     except (OSError, subprocess.SubprocessError):

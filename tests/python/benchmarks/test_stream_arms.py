@@ -9,6 +9,7 @@ import torch
 
 HARNESS = pathlib.Path(__file__).resolve().parents[3] / "benchmarks" / "harness"
 sys.path.insert(0, str(HARNESS))
+import h200_stream  # noqa: E402
 import stream_times  # noqa: E402
 from stream_arms import AUTO, ShareMeter, Streamed, with_adapters  # noqa: E402
 from stream_store import SHAPES, write_store  # noqa: E402
@@ -52,6 +53,15 @@ def streamed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(AutoKeep, "recomputation_ends", recomputed)
     return arms
+
+
+def test_a_case_has_options_of_its_own_and_others_are_refused():
+    common = types.SimpleNamespace(arms=None, stack=[128, 512], steps=1, rounds=5, length_seconds=0.0, window=2)
+    found = h200_stream.with_own(common, ["steps=10", "arms=resident,streamed", "stack=", "length-seconds=7"])
+    assert vars(found) == vars(common) | dict(steps=10, arms=["resident", "streamed"], stack=[], length_seconds=7.0)
+    assert common.steps == 1
+    with pytest.raises(ValueError, match="found window, expected one of arms, stack, steps, rounds, length_seconds"):
+        h200_stream.with_own(common, ["window=3"])
 
 
 def gradients(arms, ids):

@@ -66,6 +66,18 @@ def test_a_sound_record_has_no_fault_and_says_what_it_found():
     assert "0.980 of the link" in text and "!" not in text.split("`!`")[0]
 
 
+def test_the_training_of_every_honest_arm_is_in_the_record_with_driver_and_power_limit():
+    record = sound()
+    record["machine"].update(driver="580.1", power_limit="700.00 W")
+    rows = record["cases"][0]["rows"]
+    rows[1].update(gradient_norm=2.0, adapters_moved=2, loss_last=8.5)
+    rows.append(row("streamed", 512) | dict(arm="no_copies", garbage=True, gradient_norm=77.0))
+    text = report.markdown(record)
+    assert "gradient norms 0.5 to 2, adapters changed in 23 of 24 rounds" in text
+    assert "loss of the last round less the first's -1.000 to -0.100" in text and "77" not in text
+    assert "torch 2, driver 580.1, power limit 700.00 W, 1 s" in text
+
+
 def test_what_each_ablation_takes_off_and_the_ratios_with_their_intervals():
     record = sound()
     rows = record["cases"][0]["rows"]

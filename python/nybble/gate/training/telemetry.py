@@ -1,4 +1,4 @@
-"""The state of GPU 0 while something runs: clock, power, memory-controller utilisation, and the ceilings beside it."""
+"""The state of torch's first GPU while something runs: clock, power, memory controller; and the ceilings beside it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,26 @@ import torch
 FIELDS = {"clock_mhz": "clocks.sm", "power_w": "power.draw", "memory_controller_percent": "utilization.memory"}
 
 
+def first_gpu() -> str:
+    """Its name for nvidia-smi, whose indices know nothing of CUDA_VISIBLE_DEVICES."""
+    return f"GPU-{torch.cuda.get_device_properties(0).uuid}" if torch.cuda.is_available() else "0"
+
+
 class Samples:
     """NVML's view, through nvidia-smi, every 100 ms until stop(). Where there is none, every value is None."""
 
     def __init__(self):
         self.rows: list[tuple[float, ...]] = []
         query = ",".join(FIELDS.values())
-        command = ["nvidia-smi", "-i", "0", f"--query-gpu={query}", "--format=csv,noheader,nounits", "-lms", "100"]
+        command = [
+            "nvidia-smi",
+            "-i",
+            first_gpu(),
+            f"--query-gpu={query}",
+            "--format=csv,noheader,nounits",
+            "-lms",
+            "100",
+        ]
         self.process = None
         try:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
