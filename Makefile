@@ -62,10 +62,11 @@ peer-test: build
 	PYTHONPATH=python$${PYTHONPATH:+:$$PYTHONPATH} NYBBLE_BUILD_DIR=$(abspath $(NYBBLE_BUILD_DIR)) HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=PASSIVE \
 	  build/peer/bin/python -W ignore tests/peers/soup_streaming.py
 
-# FAULT_BUILD: a build folder with NYBBLE_FAULT_SWITCHES=ON; with it, faults inside the kernels are planted on the GPU too.
+# FAULT_BUILD: a build folder with NYBBLE_FAULT_SWITCHES=ON; with it, faults inside the kernels are planted on the GPU too. RECORD: where
+# that table goes, as RECORD.json and RECORD.md.
 gate-selftest: build
 	$(QUIET_RUN) tests/python/gate/selftest.py
-	$(if $(FAULT_BUILD),PYTHONPATH=python$${PYTHONPATH:+:$$PYTHONPATH} NYBBLE_BUILD_DIR=$(abspath $(FAULT_BUILD)) HF_HUB_OFFLINE=1 $(PYTHON) tests/python/gate/kernel_selftest.py)
+	$(if $(FAULT_BUILD),PYTHONPATH=python$${PYTHONPATH:+:$$PYTHONPATH} NYBBLE_BUILD_DIR=$(abspath $(FAULT_BUILD)) HF_HUB_OFFLINE=1 $(PYTHON) tests/python/gate/kernel_selftest.py $(if $(RECORD),--record $(RECORD)))
 
 sanitize:
 	@tools/setup.sh core sanitize

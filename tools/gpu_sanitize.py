@@ -1,6 +1,6 @@
 """compute-sanitizer over small random multiplies by every fused kernel, and over the codec's GPU tests.
 
-    python tools/gpu_sanitize.py BUILD_DIR LOG_DIR [--faults LINEAR_STRESS_OF_A_FAULT_BUILD] [--json FILE]
+    python tools/gpu_sanitize.py BUILD_DIR LOG_DIR [--faults LINEAR_STRESS_OF_A_FAULT_BUILD] [--record PATH]
 
 Tools run side by side. Findings are counted by place. Exit code 1 when one is not explained in EXPLAINED below, when a
 program fails, and when a control does not behave: a planted race that racecheck must report, a barrier more that must
@@ -9,13 +9,15 @@ silence it, and two warps that meet legally at one barrier, which synccheck must
 
 import argparse
 import concurrent.futures
-import json
+import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
 import time
+
+import gpu_record
 
 SMALL = "--streams 1 --batch 6 --size 0.03 --hang-seconds 300"
 # The test's own float64 loops are slow under instrumentation.
@@ -163,13 +165,25 @@ def run(name, options, command, expected, logs, seconds):
         ok = not open_findings and code != 124
     else:
         ok = not open_findings and ended and (code == 0 or bool(reasons))
-    return dict(check=name, options=options, command=command.split("/")[-1], code=code, ok=ok, ended=ended) | dict(
+    program = command.split("/")[-1]
+    return dict(check=name, options=options, command=program, code=code, ok=ok, ended=ended) | dict(
+        expected=expected,
+        over=over(program),
         seconds=round(time.time() - start, 1),
         findings=found,
         explained=reasons,
         open=open_findings,
         last=text.strip()[-200:],
     )
+
+
+def over(command):
+    """What a check ran, in words."""
+    given = dict(zip((words := command.split())[1:], words[2:], strict=False))
+    if words[0] != "linear_stress":
+        return command.partition("--gtest_filter=")[2] or words[0]
+    text = f"{given['--cases']} cases on {given.get('--kernels', 'all kernels')}"
+    return text + (f" with `{given['--fault']}`" if "--fault" in given else "")
 
 
 def main():
@@ -180,7 +194,7 @@ def main():
     parser.add_argument("--part", type=float, default=1, help="of the usual numbers of cases")
     parser.add_argument("--only", help="names of checks, comma separated")
     parser.add_argument("--seconds", type=float, default=60, help="limit of one tool")
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--record", type=pathlib.Path, metavar="PATH", help="also write PATH.json and PATH.md")
     arguments = parser.parse_args()
     if not shutil.which("compute-sanitizer"):
         parser.exit(2, "no compute-sanitizer on PATH; it comes with the CUDA toolkit\n")
@@ -188,6 +202,7 @@ def main():
     todo = checks(arguments.build, arguments.faults, arguments.part)
     if arguments.only:
         todo = {name: todo[name] for name in arguments.only.split(",")}
+    begun = time.time()
     with concurrent.futures.ThreadPoolExecutor(len(todo)) as pool:
         jobs = [pool.submit(run, name, *what, arguments.logs, arguments.seconds) for name, what in todo.items()]
         rows = [job.result() for job in jobs]
@@ -202,8 +217,16 @@ def main():
             print(f"    {row['findings'][place]} x {place[:230]}\n      {why}")
         if not row["ok"]:
             print(f"    output ends: {row['last']}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if arguments.record:
+        data = gpu_record.provenance() | {
+            "question": "Do memcheck, initcheck, racecheck and synccheck find anything in the multiply and the codec?",
+            "command": "python tools/gpu_sanitize.py BUILD LOGS --faults LINEAR_STRESS_OF_A_FAULT_BUILD "
+            f"--part {arguments.part:g} --seconds {arguments.seconds:g}",
+            "cores": os.cpu_count(),
+            "seconds": round(time.time() - begun, 1),
+            "rows": rows,
+        }
+        gpu_record.write(arguments.record, data, gpu_record.sanitize_page)
     return 0 if all(row["ok"] for row in rows) else 1
 
 

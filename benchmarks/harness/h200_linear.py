@@ -40,11 +40,13 @@ class ClockMonitor:
     """SM clock (MHz) and power (W), sampled by nvidia-smi every 100 ms beside the measurements."""
 
     def __init__(self):
+        from nybble.gate.training.telemetry import first_gpu
+
         self.samples = []
         command = [
             "nvidia-smi",
             "-i",
-            "0",
+            first_gpu(),
             "--query-gpu=clocks.sm,power.draw",
             "--format=csv,noheader,nounits",
             "-lms",

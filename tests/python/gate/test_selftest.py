@@ -78,15 +78,18 @@ def test_faults_of_the_kernel_table_exist_and_the_product_has_none(capsys):
     assert "NYBBLE_FAULT_SWITCHES" in capsys.readouterr().err
 
 
-def test_a_cell_of_the_kernel_table_that_is_not_as_predicted_is_an_error(monkeypatch, capsys):
+def test_a_cell_of_the_kernel_table_that_is_not_as_predicted_is_an_error(monkeypatch, capsys, tmp_path):
     found = {mutation.name: dict.fromkeys(kernel_selftest.GATES, 0) for mutation in KERNEL_MUTATIONS}
     for mutation in KERNEL_MUTATIONS:
         found[mutation.name] |= {gate: min(codes) for gate, codes in mutation.expected.items()}
     monkeypatch.setattr(kernel_selftest, "has_switches", lambda: True)
     monkeypatch.setattr(kernel_selftest, "row", found.get)
-    assert kernel_selftest.main([]) == 0
+    assert kernel_selftest.main(["--record", str(tmp_path / "right")]) == 0
     found["missing fence"]["numerics"] = 0
     found["none but delays"]["memory"] = None
-    assert kernel_selftest.main([]) == 1
+    assert kernel_selftest.main(["--record", str(tmp_path / "wrong")]) == 1
     text = capsys.readouterr().out
     assert "0 not 1" in text and "- not 0" in text and "2 cells are not as predicted" in text
+    right, wrong = ((tmp_path / f"{name}.md").read_text() for name in ("right", "wrong"))
+    assert "Every cell as predicted" in right and "predicted [" not in right
+    assert "| **0**, predicted [1] |" in wrong and "| **None**, predicted [0] |" in wrong

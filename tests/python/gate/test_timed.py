@@ -2,6 +2,9 @@
 
 import copy
 import dataclasses
+import os
+import time
+import types
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from nybble.gate.share import command as share_command
 from nybble.gate.share.gate import DENSE, DEQUANT, FUSED, Finding, ShareGate
 from nybble.gate.speed import command as speed_command
 from nybble.gate.speed.gate import SpeedGate
-from nybble.gate.training import timed, timing
+from nybble.gate.training import telemetry, timed, timing
 from nybble.gate.training.store import Shape
 from nybble.gate.training.timing import Interval, Turns, saving, spread, timing_faults
 from nybble.gate.training.trainee import Proof, Trainee
@@ -192,3 +195,34 @@ def test_rounds_go_on_until_the_last_ones_are_steady_and_no_further(monkeypatch,
     turns = timing.take_turns(arms, timing.Rounds(5, 12, ("a", "b")), torch.device("cpu"), warm=arms)
     assert turns.taken == taken and [len(turns.seconds[name]) for name in "ab"] == [5, 5]
     assert (timing.spread(turns.seconds["a"]) <= timing.LARGEST_SPREAD) == (noisy < 100)
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """An nvidia-smi that writes its arguments down and then gives these lines."""
+
+    def install(*lines):
+        script = tmp_path / "nvidia-smi"
+        given = "".join(f"echo '{line}'\n" for line in lines)
+        script.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\n{given}sleep 5\n')
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        card = types.SimpleNamespace(uuid="0a1b-2c3d")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *device: card)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        return tmp_path / "arguments"
+
+    return install
+
+
+def test_the_card_that_is_sampled_is_torchs_whatever_its_number(smi):
+    arguments = smi("1980, 512.5, 44", "no number here", "1970, 500.5, 46")
+    begin = time.time()
+    samples = telemetry.Samples()
+    while len(samples.rows) < 2 and time.time() < begin + 20:
+        time.sleep(0.01)
+    samples.stop()
+    assert "-i GPU-0a1b-2c3d" in arguments.read_text()
+    found = samples.during([(begin, time.time())])
+    assert found == {"clock_mhz": 1975.0, "power_w": 506.5, "memory_controller_percent": 45.0}
+    assert set(samples.during([(begin - 2, begin - 1)]).values()) == {None}

@@ -80,4 +80,6 @@ def table(report: Report) -> list[str]:
         )
     counts = {where: len(found) for where, found in report.findings.get("boundaries", {}).items()}
     lines.append("dispatch boundaries: " + ", ".join(f"{where} {count}" for where, count in counts.items()))
+    rows, wanted = (report.findings.get(key) for key in ("rows", "rows_wanted"))
+    lines.append(f"(shape, M, seed) rows: {rows}, at least {wanted} wanted")
     return lines + [f"{'ok ' if c.holds else 'BAD'} {c.text}: {c.found}" for c in report.claims]

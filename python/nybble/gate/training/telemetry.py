@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-FIELDS = {"clock_mhz": "clocks.sm", "power_w": "power.draw", "memory_controller_percent": "utilization.memory"}
+FIELDS = {"clock_mhz": "clocks.sm", "power_w": "power.draw.instant", "memory_controller_percent": "utilization.memory"}
 
 
 def first_gpu() -> str:

@@ -124,6 +124,8 @@ class TimedGate(CheckGate):
             if samples is not None:
                 samples.stop()
         seen = {name: samples.during(turns.spans[name]) if samples else {} for name in calls}
+        if samples is not None and any(None in seen[name].values() for name in self.judged):
+            self.left_out[f"clock, power, memory controller at {cell.name}"] = "nvidia-smi gave no sample under load"
         return Timed(turns, steps, seen, proofs, peaks)
 
     def host_share(self, cell: TokensCell) -> float:

@@ -23,7 +23,7 @@ SIZES = {
     ("cpu", False): Sizes(Shape(64, 128, 2, 2, 1, 64), (16,), 5, 0.02, "eager"),
     ("cpu", True): Sizes(Shape(128, 256, 4, 4, 2, 256), (64, 256), 7, 0.2, "eager"),
     ("cuda", False): Sizes(LLAMA_8B_LAYERS, (1024, 16384), 5, 0.15),
-    ("cuda", True): Sizes(LLAMA_8B_LAYERS, (512, 2048, 8192, 16384), 9, 0.4),
+    ("cuda", True): Sizes(LLAMA_8B_LAYERS, (2048, 4096, 8192, 16384), 7, 0.2),
 }
 
 
