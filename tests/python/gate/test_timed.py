@@ -50,6 +50,7 @@ def made_up(gate, monkeypatch, train=False, **ms):
 
     monkeypatch.setattr(timing, "take_turns", turns)
     if not train:
+        monkeypatch.setattr(timed.TimedGate, "launched", lambda self, arm, cell, shared: [])
         monkeypatch.setattr(Trainee, "steps", steps)
         monkeypatch.setattr(Trainee, "prove", prove)
     return run_checks(gate)
@@ -85,6 +86,27 @@ def test_arms_that_really_train_and_save_no_more_than_the_ablation_are_ok(share,
     report = made_up(share, monkeypatch, train=True)
     assert report.verdict == Verdict.OK
     assert all("gradient norm" in c.found for r in report.results for c in r.checks if c.name == "trained" and c.holds)
+
+
+def test_arms_launch_what_they_are_named_for(gate, monkeypatch):
+    report = made_up(gate, monkeypatch, train=True)
+    found = {r.arm: c.found for r in report.results for c in r.checks if c.name == "launches"}
+    assert report.verdict == Verdict.OK and found.keys() == {r.arm for r in report.results if r.role != "control"}
+    each = "'cpu.forward': 56, 'cpu.grad_input': 28"  # 14 linears, twice forward, two steps
+    dequant = each.replace("cpu", "dequant")
+    for arm, text in found.items():
+        own = "" if "ablation" in arm or "bitsandbytes" in arm else dequant if "deq" in arm else each
+        assert text == f"{{{own}}} in 2 steps, expected {{{own}}}"
+
+
+def test_a_fused_arm_that_dequantises_and_says_nothing_is_wrong(gate, monkeypatch):
+    kind = type(gate)
+    monkeypatch.setattr(kind, "mode", lambda self, arm, real=kind.mode: real(self, arm) and "dequant")
+    planned = kind.expected_launches
+    monkeypatch.setattr(kind, "expected_launches", lambda self, mode, m: planned(self, mode and "auto", m))
+    report = made_up(gate, monkeypatch, train=True)
+    product = [r for r in report.results if r.role == "product"]
+    assert report.verdict == Verdict.PRODUCT_WRONG and all(r.red == {"launches"} for r in product)
 
 
 def test_made_up_training_is_ok_too(gate, monkeypatch):

@@ -16,7 +16,6 @@ from nybble.gate.training.timing import Interval
 GAIN = "gain"
 SMALL_SHARE = 0.02
 DEQUANT, FUSED, DENSE = "dequantise + linear", "fused", "dense weight (ablation)"
-MODES = {DEQUANT: "dequant", DENSE: "dense"}
 VISITS = 3  # forward, recompute, input gradient
 
 
@@ -68,11 +67,17 @@ class ShareGate(TimedGate):
         self.findings: dict[str, str] = {}
 
     def select(self, arm: CheckArm) -> torch.nn.Module:
-        self.switch.arm = MODES.get(arm.name, "auto")
+        self.switch.arm = self.mode(arm) or "dense"
         return self.model
 
+    def linears(self) -> list[torch.nn.Module]:
+        return models.switched_linears(self.model)
+
+    def mode(self, arm: CheckArm) -> str | None:
+        return {DEQUANT: "dequant", DENSE: None}.get(arm.name, "auto")
+
     def judge(self, arm: CheckArm, cell: TokensCell, shared: Timed) -> Judged:
-        checks = [self.trained(shared.proofs[arm.name])]
+        checks = [self.trained(shared.proofs[arm.name]), *self.launched(arm, cell, shared)]
         finding = self.finding(arm.name, shared)
         if arm.name not in (DEQUANT, DENSE):
             checks.append(Check(GAIN, finding.explained, finding.words))

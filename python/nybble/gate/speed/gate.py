@@ -46,15 +46,21 @@ class SpeedGate(TimedGate):
         super().close()
 
     def select(self, arm: CheckArm) -> torch.nn.Module:
-        mode = "dequant" if arm.name.endswith("dequant") else "auto"
+        mode = self.mode(arm)
         if arm.name in (STREAMED, STREAMED_DEQUANT):
             models.set_streamed(self.streamed, mode)
             return self.streamed
-        self.switch.arm = "bitsandbytes" if arm.name == BITSANDBYTES else mode
+        self.switch.arm = mode or "bitsandbytes"
         return self.resident
 
+    def linears(self) -> list[torch.nn.Module]:
+        return models.switched_linears(self.resident)
+
+    def mode(self, arm: CheckArm) -> str | None:
+        return None if arm.name == BITSANDBYTES else "dequant" if arm.name.endswith("dequant") else "auto"
+
     def judge(self, arm: CheckArm, cell: TokensCell, shared: Timed) -> Judged:
-        checks, faults = [self.trained(shared.proofs[arm.name])], []
+        checks, faults = [self.trained(shared.proofs[arm.name]), *self.launched(arm, cell, shared)], []
         if arm.role != Role.NATIVE.value:
             base = BASE.get(arm.name, RESIDENT_DEQUANT)
             gain = timing.saving(shared.step_seconds(base), shared.step_seconds(arm.name))

@@ -12,12 +12,17 @@ from typing import Any
 
 import torch
 
+import nybble
 from nybble.gate.checks import Check, CheckArm, CheckGate
+from nybble.gate.dispatch import plan_of
+from nybble.gate.multiply import FORWARD, GRAD_INPUT, Weight, moved
+from nybble.gate.runner import Role
 from nybble.gate.training import telemetry, timing
 from nybble.gate.training.store import Shape, write_store
 from nybble.gate.training.trainee import Proof, Trainee
 
-TRAINED = "trained"
+TRAINED, LAUNCHES = "trained", "launches"
+VISITS = {FORWARD: 2, GRAD_INPUT: 1}  # of a linear in a step: the forward is run again in the backward
 PROOF_STEPS = 2  # beside one that does not count towards peaks
 MOST = 2  # times the rounds, before times that will not settle give no verdict
 LARGEST_HOST_SHARE = 0.9  # above it a cell is left out, unless it is the last
@@ -55,6 +60,7 @@ class Timed:
     samples: dict[str, dict[str, float | None]]
     proofs: dict[str, Proof]
     peaks: dict[str, dict[str, int]]
+    launches: dict[str, dict[str, int]]  # path counters that PROOF_STEPS steps moved, by arm
 
     def step_seconds(self, arm: str) -> list[float]:
         return [seconds / self.steps[arm] for seconds in self.turns.seconds[arm]]
@@ -100,18 +106,19 @@ class TimedGate(CheckGate):
             self.left_out[cell.name] = (
                 f"enqueueing takes {host:.0%} of a step here: the time is the host's, not the card's"
             )
-            return Timed(timing.Turns({}, {}, {}), {}, {}, {}, {})
+            return Timed(timing.Turns({}, {}, {}), {}, {}, {}, {}, {})
         trainees: dict[int, Trainee] = {}
         calls: dict[str, Callable[[], None]] = {}
         warm: dict[str, Callable[[], None]] = {}
-        peaks, steps, proofs = {}, {}, {}
+        peaks, steps, proofs, launches = {}, {}, {}, {}
         for arm in arms:
             model = self.select(arm)
             trainee = trainees.setdefault(id(model), Trainee(model, self.ids(cell.tokens)))
             trainee.prove(arm.name, arm.act, 1)
-            start = time.perf_counter()
+            before, start = nybble.path_counters(), time.perf_counter()
             peaks[arm.name] = self.peak(model, lambda t=trainee, a=arm: t.prove(a.name, a.act, PROOF_STEPS))
             seconds = (time.perf_counter() - start) / PROOF_STEPS
+            launches[arm.name] = moved(before, nybble.path_counters())
             proofs[arm.name] = trainee.proofs[arm.name]
             steps[arm.name] = max(1, math.ceil(self.sizes.round_seconds / seconds))
             calls[arm.name] = lambda a=arm, t=trainee: (self.select(a), a.act(t, a.name, steps[a.name]))
@@ -126,7 +133,7 @@ class TimedGate(CheckGate):
         seen = {name: samples.during(turns.spans[name]) if samples else {} for name in calls}
         if samples is not None and any(None in seen[name].values() for name in self.judged):
             self.left_out[f"clock, power, memory controller at {cell.name}"] = "nvidia-smi gave no sample under load"
-        return Timed(turns, steps, seen, proofs, peaks)
+        return Timed(turns, steps, seen, proofs, peaks, launches)
 
     def host_share(self, cell: TokensCell) -> float:
         """Share of a step that the host needs to enqueue it, of the first arm; 0 on the CPU."""
@@ -170,6 +177,33 @@ class TimedGate(CheckGate):
             f"largest change of an adapter {proof.change:.2g}"
         )
         return Check(TRAINED, fault is None, found)
+
+    def linears(self) -> list[torch.nn.Module]:
+        """Resident linears of one of the models, which have the weights of all."""
+        raise NotImplementedError
+
+    def mode(self, arm: CheckArm) -> str | None:
+        """Of nybble's multiply in this arm; None: it has none."""
+        raise NotImplementedError
+
+    def launched(self, arm: CheckArm, cell: TokensCell, timed: Timed) -> list[Check]:
+        """Did the arm run the code that it is named for? The plan tells the paths, the counters what ran; controls are
+        no training and are not asked.
+        """
+        if arm.role == Role.CONTROL.value:
+            return []
+        found, expected = timed.launches[arm.name], self.expected_launches(self.mode(arm), cell.tokens)
+        return [Check(LAUNCHES, found == expected, f"{found} in {PROOF_STEPS} steps, expected {expected}")]
+
+    def expected_launches(self, mode: str | None, tokens: int) -> dict[str, int]:
+        """Of PROOF_STEPS steps, as the counters are named."""
+        counts: dict[str, int] = {}
+        for module in self.linears() if mode is not None else ():
+            weight = Weight(module.weight, module.weight.quant_state)
+            for way, visits in VISITS.items():
+                path = "dequant" if mode == "dequant" else plan_of(weight, tokens, way).path
+                counts[f"{path}.{way}"] = counts.get(f"{path}.{way}", 0) + visits * PROOF_STEPS
+        return counts
 
     def values(self, arm: str, cell: TokensCell, timed: Timed) -> dict[str, Any]:
         """What a record shows of an arm."""
