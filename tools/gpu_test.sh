@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GPU tests from a build folder, in this order: every C++ test binary, 10,000 random multiplies, the Python tests with the GPU, the gates, the
+# GPU tests from a build folder, in this order: every C++ test binary (one that was not built fails), 10,000 random multiplies, the Python tests with the GPU, the gates, the
 # portable kernels against float64. Left out: the command's tests, which have no GPU part and are `make test`'s. Beside them
 # the registers and spills of the kernels for this card, from the compiler. A table last: what ran, what did not and why.
 # Usage: tools/gpu_test.sh PYTHON BUILD_DIR
@@ -30,9 +30,10 @@ if command -v nvcc >/dev/null && command -v cuobjdump >/dev/null; then
   "$python" benchmarks/harness/kernel_resources.py src/linear/portable_bf16.cu src/linear/row_bf16.cu --targets "$capability" >"$build/kernel_resources.log" 2>&1 &
   resources=$!
 fi
-for binary in "$build"/tests/cpp/*/*_test; do
-  stage "$(basename "$binary")" "$binary" --gtest_brief=1
-done
+# By the sources: a binary that was not built is a failure, not one test less.
+while IFS=/ read -r folder name; do
+  stage "$name" "$build/tests/cpp/$folder/$name" --gtest_brief=1
+done < <("$python" tools/cpp_tests.py)
 if [ -x "$build/tests/cpp/stress/linear_stress" ]; then
   stage stress "$build/tests/cpp/stress/linear_stress" --cases 10000
 else
