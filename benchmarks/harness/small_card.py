@@ -5,7 +5,8 @@
 
 The memory is held by a process of its own, so contexts, libraries and every worker of a gate must fit beside each
 other. A card of 8 GB leaves about 7.6 GiB to programs. FOLDER gets <card>-small-card-<gib>.json and .md: exit code and
-seconds of every gate, what it left out, and the most that was used of what was free. Needs the card alone: others would
+seconds of every gate, what it left out, and the most that was used of what was free; rows of gates that do not run this
+time stay, with their commit. Needs the card alone: others would
 run out of memory. Exit code: that of `python -m nybble.gate all`; 3 where the card is not free.
 """
 
@@ -89,24 +90,34 @@ def rows_of(folder: pathlib.Path) -> list[dict]:
     return rows
 
 
+def kept_rows(path: pathlib.Path, rows: list[dict]) -> list[dict]:
+    """Of an earlier run, the gates that are not in `rows`."""
+    old = json.loads(path.read_text())["rows"] if path.is_file() else []
+    now = {row["gate"] for row in rows}
+    return [row for row in old if row["gate"] not in now]
+
+
 def markdown(data: dict, name: str) -> str:
     lines = [
         f"# Gates with {data['gib']:g} GiB of an {data['gpu']}",
         "",
         f"Question: {data['question']}",
-        f"Exit {data['exit']}; {data['used_mib']} of {data['free_mib']} MiB were used at most. As data: "
+        f"Worst exit code {data['exit']}; {data['free_mib']} MiB were free. Most used: by all gates of a run. As data: "
         f"[{name}.json]({name}.json).",
         "",
         f"    {data['command']}",
         "",
-        f"Commit {data['commit']}; " + ", ".join(f"{key} {value}" for key, value in data["versions"].items()) + ".",
+        f"Last commit {data['commit']}; "
+        + ", ".join(f"{key} {value}" for key, value in data["versions"].items())
+        + ".",
         "",
-        "| gate | exit | s | rows | left out for want of memory |",
-        "|---|---|---|---|---|",
+        "| gate | exit | s | rows | most used, MiB | commit | left out for want of memory |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in data["rows"]:
         left_out = "; ".join(f"{name} ({why})" for name, why in row["left_out"].items()) or "nothing"
-        lines.append(f"| {row['gate']} | {row['exit']} | {row['seconds']:.1f} | {row['compared']} | {left_out} |")
+        cells = [row["gate"], row["exit"], f"{row['seconds']:.1f}", row["compared"], row["used_mib"], row["commit"]]
+        lines.append("| " + " | ".join(map(str, [*cells, left_out])) + " |")
     return "\n".join([*lines, "", f"Not measured: {data['not_measured']}"]) + "\n"
 
 
@@ -131,6 +142,9 @@ def main(arguments=None) -> int:
     print(text)
     found = record.provenance(["all", "--device", "cuda", *options.rest])
     name = f"{every.card('cuda')}-small-card-{options.gib:g}"
+    commit = options.commit or found["commit"]
+    rows = [{**row, "commit": commit, "used_mib": watch.used // MIB} for row in rows]
+    rows = kept_rows(options.out / f"{name}.json", rows) + rows
     data = {
         **found,
         "command": " ".join(
@@ -140,13 +154,12 @@ def main(arguments=None) -> int:
                 *(["--", *options.rest] if options.rest else []),
             ]
         ),
-        "commit": options.commit or found["commit"],
+        "commit": commit,
         "question": "Do the gates work where so little memory is free, and do they say what they left out?",
         "gpu": torch.cuda.get_device_name(),
         "gib": options.gib,
-        "exit": code,
+        "exit": every.worst(row["exit"] for row in rows),
         "free_mib": watch.free // MIB,
-        "used_mib": watch.used // MIB,
         "rows": rows,
         "not_measured": "a card that is small by itself: contexts, kernels and speed are this card's.",
     }

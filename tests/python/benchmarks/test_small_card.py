@@ -38,12 +38,20 @@ def test_a_row_says_what_was_left_out_for_want_of_memory_and_nothing_else(folder
 
 
 def test_the_page_has_the_memory_that_was_used_and_every_gate(folder):
-    data = {"gib": 7.6, "gpu": "H", "question": "?", "exit": 1, "used_mib": 5000, "free_mib": 7782, "command": "c"}
-    data |= {"commit": "abc", "versions": {"torch": "2"}, "rows": small_card.rows_of(folder), "not_measured": "much."}
-    page = small_card.markdown(data, "name")
-    assert "Exit 1; 5000 of 7782 MiB were used at most" in page and "Not measured: much." in page
-    assert "| numerics | 0 | 1.5 | 2 | 28672x8192 (needs 9 MiB, 7 MiB are free) |" in page
-    assert "| memory | 0 | 1.5 | 4 | nothing |" in page
+    rows = [row | {"commit": "abc", "used_mib": 5000} for row in small_card.rows_of(folder)]
+    data = {"gib": 7.6, "gpu": "H", "question": "?", "exit": 1, "free_mib": 7782, "command": "c", "commit": "abc"}
+    page = small_card.markdown(data | {"versions": {"torch": "2"}, "rows": rows, "not_measured": "much."}, "name")
+    assert "Worst exit code 1; 7782 MiB were free" in page and "Not measured: much." in page
+    assert "| numerics | 0 | 1.5 | 2 | 5000 | abc | 28672x8192 (needs 9 MiB, 7 MiB are free) |" in page
+    assert "| memory | 0 | 1.5 | 4 | 5000 | abc | nothing |" in page
+
+
+def test_rows_of_gates_that_do_not_run_again_stay(tmp_path):
+    path = tmp_path / "record.json"
+    new = [{"gate": "share", "commit": "b"}]
+    assert small_card.kept_rows(path, new) == []
+    path.write_text(json.dumps({"rows": [{"gate": "share", "commit": "a"}, {"gate": "race", "commit": "a"}]}))
+    assert small_card.kept_rows(path, new) == [{"gate": "race", "commit": "a"}]
 
 
 @pytest.mark.parametrize("used", [small_card.BUSY_MIB + 1, 0])

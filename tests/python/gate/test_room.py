@@ -176,13 +176,45 @@ def test_numerics_and_determinism_leave_out_shapes_and_rows(free):
     assert "4096x4096, M above 8192" in left_out
 
 
-def test_timed_gates_take_smaller_layers(free):
-    sizes = timed_command.SIZES["cuda", False]
-    free(8 * GIB)
-    small, left_out = timed_command.fitting(sizes, "cuda")
-    assert small.shape == timed_command.SMALL_LAYERS and "8192 MiB are free" in left_out["layers of Llama 3 8B"]
-    free(139 * GIB)
-    assert timed_command.fitting(sizes, "cuda") == (sizes, {})
+@pytest.mark.parametrize(
+    ("gib", "hidden", "tokens", "left_out"),
+    [
+        (139, 4096, (1024, 16384), set()),
+        (7.6, 4096, (1024, 8192), {"16384 tokens, hidden size 4096"}),
+        (
+            3,
+            2048,
+            (1024, 8192),
+            {f"{m} tokens, hidden size {n}" for m, n in ((1024, 4096), (16384, 4096), (16384, 2048))},
+        ),
+        (0.5, 4096, (), {f"{m} tokens, hidden size {n}" for m in (1024, 16384) for n in (4096, 2048)}),
+    ],
+)
+def test_timed_gates_halve_the_tokens_then_take_smaller_layers(free, gib, hidden, tokens, left_out):
+    free(int(gib * GIB))
+    sizes, out = timed_command.fitting(timed_command.SIZES["cuda", False], "cuda")
+    assert (sizes.shape.hidden, sizes.tokens, set(out)) == (hidden, tokens, left_out)
+    assert all(f"{int(gib * 1024)} MiB are free" in why for why in out.values())
+
+
+@pytest.mark.parametrize("name", ["share", "speed"])
+def test_estimates_of_timed_gates_are_above_the_peaks_of_a_record(name):
+    record = json.loads((RECORDS / f"h200-gate-{name}.json").read_text())
+    shape = timed_command.LLAMA_8B_LAYERS
+    assert record["findings"]["shape"]["hidden"] == shape.hidden
+    peaks = {int(row["cell"].split()[0]): row["values"]["peak_bytes"] for row in record["results"] if row["values"]}
+    assert peaks
+    for tokens, peak in peaks.items():
+        whole = peak + (2 * shape.weights if name == "share" else 0)
+        assert whole < timed_command.bytes_of(shape, tokens) < 2.5 * whole
+
+
+@trains
+def test_timed_gates_say_when_nothing_fits(free, capsys, monkeypatch):
+    free(MIB)
+    for name in ("share", "speed"):
+        assert main([name, "--device", "cpu"]) == 3
+        assert "16 tokens, hidden size 64 (needs about" in capsys.readouterr().out
 
 
 @trains

@@ -6,6 +6,7 @@ import os
 import time
 import types
 
+import made_up_times
 import pytest
 import torch
 
@@ -17,26 +18,20 @@ if missing() is not None:
 from nybble.gate.checks import run_checks
 from nybble.gate.runner import Verdict, one_thread
 from nybble.gate.share import command as share_command
-from nybble.gate.share.gate import DENSE, DEQUANT, FUSED, Finding, ShareGate
+from nybble.gate.share.gate import FUSED, Finding, ShareGate
 from nybble.gate.speed import command as speed_command
 from nybble.gate.speed.gate import SpeedGate
 from nybble.gate.training import telemetry, timed, timing
 from nybble.gate.training.store import Shape
-from nybble.gate.training.timing import Interval, Turns, saving, spread, timing_faults
+from nybble.gate.training.timing import Interval, saving, spread, timing_faults
 from nybble.gate.training.trainee import Proof, Trainee
 
 SIZES = timed.Sizes(Shape(64, 64, 2, 2, 1, 32), (4,), 5, 1e-12, "eager")
 SABOTAGES = {ShareGate: share_command.SABOTAGES, SpeedGate: speed_command.SABOTAGES}
-STEP_MS = {"no backward": 30.0, "every step twice": 190.0}  # of the controls; everything else by `ms`
 
 
 def made_up(gate, monkeypatch, train=False, **ms):
     """The gate's report with these milliseconds; with made-up training too, unless train."""
-    times = {DEQUANT: 100.0, FUSED: 95.0, DENSE: 90.0, "streamed": 95.0, "resident": 95.0} | STEP_MS | ms
-
-    def turns(calls, rounds, device, seed=0, warm=None):
-        seconds = {name: [times.get(name, 100.0) * (1 + 0.001 * i) for i in range(rounds.count)] for name in calls}
-        return Turns(seconds, seconds, {name: [] for name in calls})
 
     def steps(self, arm, count, weight=1.0):
         proof = self.proofs.setdefault(arm, Proof())
@@ -48,12 +43,12 @@ def made_up(gate, monkeypatch, train=False, **ms):
         act(self, arm, count)
         self.proofs[arm].change = 1e-3
 
-    monkeypatch.setattr(timing, "take_turns", turns)
     if not train:
         monkeypatch.setattr(timed.TimedGate, "launched", lambda self, arm, cell, shared: [])
         monkeypatch.setattr(Trainee, "steps", steps)
         monkeypatch.setattr(Trainee, "prove", prove)
-    return run_checks(gate)
+    with made_up_times.made_up(**ms):
+        return run_checks(gate)
 
 
 @pytest.fixture(scope="module")

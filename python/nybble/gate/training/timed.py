@@ -66,6 +66,12 @@ class Timed:
         return [seconds / self.steps[arm] for seconds in self.turns.seconds[arm]]
 
 
+def batch_of(tokens: int) -> tuple[int, int]:
+    """(rows, tokens of a row) of a step: rows of at most 2048 tokens where that divides it."""
+    rows = max(1, tokens // 2048)
+    return rows, tokens // rows
+
+
 class TimedGate(CheckGate):
     """A gate whose arms train in turns. An arm's act(trainee, name, steps) takes the steps."""
 
@@ -92,10 +98,9 @@ class TimedGate(CheckGate):
         return cell.name not in self.skipped
 
     def ids(self, tokens: int) -> torch.Tensor:
-        """One batch, rows of at most 2048 tokens."""
-        rows = max(1, tokens // 2048)
+        """One batch."""
         generator = torch.Generator().manual_seed(self.seed + tokens)
-        return torch.randint(0, self.sizes.shape.vocab, (rows, tokens // rows), generator=generator).to(self.device)
+        return torch.randint(0, self.sizes.shape.vocab, batch_of(tokens), generator=generator).to(self.device)
 
     def prepare(self, cell: TokensCell) -> Timed:
         """Proof steps and peaks of every arm, then the turns."""

@@ -12,13 +12,15 @@ import torch
 from nybble.gate import command, room
 from nybble.gate.checks import Row, run_checks
 from nybble.gate.runner import Report
+from nybble.gate.training.footprint import models_bytes, step_bytes
 from nybble.gate.training.needs import missing
 from nybble.gate.training.store import Shape
-from nybble.gate.training.timed import Sizes
+from nybble.gate.training.timed import Sizes, batch_of
 
 LLAMA_8B_LAYERS = Shape(4096, 14336, 4, 32, 8, 4096)
-SMALL_LAYERS = Shape(2048, 5632, 4, 16, 8, 4096)  # for cards with 8 GB
-SMALL_CARD_BYTES, SMALL_TOKENS = 16 << 30, 4096
+SMALL_LAYERS = Shape(2048, 5632, 4, 16, 8, 4096)  # where no number of tokens fits with those
+LEAST_TOKENS = 2048  # that a larger number is halved down to
+SDPA = 0.7  # of what a step with attention written out takes without its scores; a test holds it against records
 SIZES = {
     ("cpu", False): Sizes(Shape(64, 128, 2, 2, 1, 64), (16,), 5, 0.02, "eager"),
     ("cpu", True): Sizes(Shape(128, 256, 4, 4, 2, 256), (64, 256), 7, 0.2, "eager"),
@@ -58,6 +60,8 @@ def run_timed(
     if why is not None:
         return command.finish(Report(name, f"the {name} gate", [], {"all": why}), options)
     sizes, left_out = fitting(SIZES[options.device, options.full], options.device)
+    if not (options.tokens or sizes.tokens):
+        return command.finish(Report(name, f"the {name} gate", [], left_out), options)
     sizes = dataclasses.replace(sizes, tokens=options.tokens or sizes.tokens, rounds=options.rounds or sizes.rounds)
     gate = make(sizes)
     gate.left_out |= left_out
@@ -71,15 +75,36 @@ def run_timed(
 
 
 def fitting(sizes: Sizes, device: str) -> tuple[Sizes, dict[str, str]]:
-    """Smaller layers for a small card, and what that leaves out."""
-    free = room.available(torch.device(device))
-    if free is None or free >= SMALL_CARD_BYTES:
-        return sizes, {}
-    why = f"{free >> 20} MiB are free: layers of hidden size {SMALL_LAYERS.hidden} instead"
-    tokens = tuple(min(count, SMALL_TOKENS) for count in sizes.tokens)
-    return dataclasses.replace(sizes, shape=SMALL_LAYERS, tokens=tuple(dict.fromkeys(tokens))), {
-        "layers of Llama 3 8B": f"{why}, at most {SMALL_TOKENS} tokens"
-    }
+    """The sizes that fit: numbers of tokens are halved until they do, then layers are smaller; and what that leaves
+    out.
+    """
+    free, left_out = room.available(torch.device(device)), {}
+    for shape in dict.fromkeys((sizes.shape, SMALL_LAYERS)):
+        tokens = [halved(shape, count, free) for count in sizes.tokens]
+        cut = [count for count, kept in zip(sizes.tokens, tokens, strict=True) if kept != count]
+        left_out |= {
+            f"{count} tokens, hidden size {shape.hidden}": room.why(bytes_of(shape, count), free) for count in cut
+        }
+        if any(tokens):
+            kept = tuple(dict.fromkeys(count for count in tokens if count))
+            return dataclasses.replace(sizes, shape=shape, tokens=kept), left_out
+    return dataclasses.replace(sizes, tokens=()), left_out
+
+
+def halved(shape: Shape, tokens: int, free: int | None) -> int:
+    """The largest number of tokens that fits, of `tokens` and its halves; 0: none does."""
+    while not room.fits(bytes_of(shape, tokens), free):
+        if tokens // 2 < LEAST_TOKENS:
+            return 0
+        tokens //= 2
+    return tokens
+
+
+def bytes_of(shape: Shape, tokens: int) -> float:
+    """Of the models of either gate, the ablation's dense weights, and a step with torch's own attention."""
+    rows, length = batch_of(tokens)
+    step = step_bytes(shape, rows, length) - 10 * rows * shape.heads * length**2
+    return models_bytes(shape, (Sizes.window,)) + 2 * shape.weights + SDPA * step
 
 
 def table(report: Report) -> list[str]:
