@@ -8,6 +8,8 @@ that end only lets the next copy start earlier: nothing breaks when it never com
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -23,11 +25,25 @@ _ADVICE = (
     'activations="keep", a window of at least {layers}, or torch.no_grad() where no gradient is wanted'
 )
 
+_PATIENCE_MS = 1000  # for autograd to drop a backward that has failed
+
 
 def _under_checkpoint() -> bool:
     """True when what the forward saves now is torch.utils.checkpoint's to recompute."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+class _BackwardEnd:
+    """Called when a backward is over. Only autograd holds it: it is gone when a backward has ended or failed."""
+
+    __slots__ = ("__weakref__", "_call")
+
+    def __init__(self, call: Callable[[], None]):
+        self._call = call
+
+    def __call__(self) -> None:
+        self._call()
 
 
 class Fetcher:
@@ -43,6 +59,7 @@ class Fetcher:
             self._streams.add(torch._C._cuda_getCurrentRawStream(self._cuda_index))
         self.check: Callable[[int], None] | None = None  # of a layer's bytes, for finding who overwrites slots
         self._visitor: int | None = None  # the thread whose visit is running
+        self._backward: tuple[weakref.ref, int] | None = None  # the one that fetched last: its end, its thread
         self._last = -1  # the layer of the last acquire that succeeded: surely in its slot
         self._open_backward = -1
 
@@ -61,15 +78,31 @@ class Fetcher:
             slot.record_stream(external)
         self._streams.add(stream)
 
-    def open_visit(self) -> None:
+    def open_visit(self, backward: bool) -> None:
         """From here until close_visit the model belongs to this thread."""
-        thread = threading.get_ident()
-        if self._visitor is not None and self._visitor != thread:
+        self._require_alone(backward)
+        self._visitor = threading.get_ident()
+
+    def _require_alone(self, backward: bool) -> None:
+        """Refuses what would refill slots that another thread reads: in a visit, or in a backward, which reads until it
+        ends. Backwards that share autograd's thread of a GPU need no more than each multiply's own check.
+        """
+        thread, other = threading.get_ident(), self._backward
+        share = self._cuda_index is not None and torch._C._is_multithreading_enabled()
+        beside = other is not None and (not backward or (not share and other[1] != thread))
+        if self._visitor not in (None, thread) or (beside and self._backward_runs()):
             raise RuntimeError(
                 "a streamed model was run from two threads at once, which would refill slots that the other one reads; "
                 "use a lock, or one streamed model a thread"
             )
-        self._visitor = thread
+
+    def _backward_runs(self) -> bool:
+        """Whether the last backward is still under way. One that failed may take a moment until autograd drops it."""
+        for _ in range(_PATIENCE_MS):
+            if self._backward is None or self._backward[0]() is None:
+                return False
+            time.sleep(0.001)
+        return True
 
     def close_visit(self) -> None:
         if self._visitor == threading.get_ident():
@@ -85,8 +118,9 @@ class Fetcher:
     def refetch(self, layer: int) -> None:
         """For a backward that kept its activations: fetches the layer unless it was the last one fetched."""
         if self._last != layer:
+            self._require_alone(backward=True)
             self.acquire(layer, native.BACKWARD)
-            self.release_after_backward()
+        self.release_after_backward()
 
     def release(self, layer: int) -> None:
         self.ring.release(layer, self._stream())
@@ -95,11 +129,12 @@ class Fetcher:
         """Has the slot that is still held released at the end of the backward that is running."""
         task = _current_graph_task_id()
         if task != self._open_backward:
-            Variable._execution_engine.queue_callback(self._release_last)
-            self._open_backward = task
+            end = _BackwardEnd(self._release_last)
+            Variable._execution_engine.queue_callback(end)
+            self._open_backward, self._backward = task, (weakref.ref(end), threading.get_ident())
 
     def _release_last(self) -> None:
-        self._open_backward = -1
+        self._open_backward, self._backward = -1, None
         if self._last >= 0:
             self.release(self._last)
 
@@ -126,7 +161,7 @@ class LayerVisit:
         recorded = torch.is_grad_enabled() and isinstance(x, torch.Tensor)
         scoped = not backward and recorded and self._must_scope(layer, x)
         fetcher = self.fetcher
-        fetcher.open_visit()
+        fetcher.open_visit(backward)
         order = native.BACKWARD if backward else native.FORWARD if layer.training else native.REPEAT
         fetcher.acquire(self.index, order)
         self.scoped = scoped

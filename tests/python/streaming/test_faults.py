@@ -1,12 +1,10 @@
 """What must fail fails: stale reads, reads in flight, unsafe multiplies, missing checkpoints. And interrupted loads."""
 
 import _thread
-import concurrent.futures
 import gc
 import pathlib
 import signal
 import sys
-import threading
 import time
 
 import pytest
@@ -310,35 +308,6 @@ def failure(call) -> str:
     except (ZeroDivisionError, RuntimeError) as error:
         return type(error).__name__
     return ""
-
-
-def test_two_models_stream_at_once_each_in_its_thread(stores, expected):
-    models = [checkpointed(with_adapters(streamed_model(stores(), window=w, **LATE))) for w in (2, 3)]
-    for _ in range(2):
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            found = list(pool.map(step, models))
-        for gradients in found:
-            assert_equal(gradients, expected, at_least=4 * LAYERS)
-
-
-def test_one_model_in_two_threads_is_an_error_and_then_exact_again(stores, expected):
-    model = checkpointed(with_adapters(streamed_model(stores(), **LATE)))
-    inside, go_on = threading.Event(), threading.Event()
-
-    def halt(*_):
-        inside.set()
-        assert go_on.wait(60)
-
-    hook = model.get_base_model().model.layers[1].mlp.register_forward_pre_hook(halt)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool, torch.no_grad():
-        other = pool.submit(loss_of, model, batches(1)[0])
-        assert inside.wait(60)
-        with pytest.raises(RuntimeError, match="run from two threads at once"):
-            loss_of(model, batches(1)[0])
-        go_on.set()
-        assert torch.isfinite(other.result())
-    hook.remove()
-    assert_equal(step(model), expected, at_least=4 * LAYERS)
 
 
 @pytest.mark.parametrize("write", [lambda w: w.zero_(), lambda w: w[3:5].fill_(7), lambda w: w.copy_(w.flip(0))])
