@@ -45,23 +45,28 @@ class Verifier {
 
   void check_weight(const QuantizedTensor& weight) {
     if (!weight.shape_known()) note(weight.name, "\"shape\": null in its quant state", "[out_features, in_features]", kRequantize);
-    check_table(weight);
+    check_tables(weight);
     if (weight.nested) {
       check_finite(weight.name + kNestedAbsmax, weight.nested_absmax);
-      check_finite(weight.name + kNestedQuantMap, std::as_bytes(std::span(weight.nested_quant_map)));
     } else {
       check_finite(weight.name + kAbsmax, weight.absmax);
     }
     check_scales(weight);
   }
 
-  // Tables that a loader rounded to 16 bits still name the same code.
-  void check_table(const QuantizedTensor& weight) {
-    const auto expected = code_table(weight.quant_type);
+  // Multiplies use their own tables. A code table that a loader rounded to 16 bits still names the same codes; from the nested one the
+  // scales are made, so that it must be the same.
+  void check_tables(const QuantizedTensor& weight) {
+    check_table(weight.name + kQuantMap, weight.quant_map, code_table(weight.quant_type), 1.0f / 128, name(weight.quant_type));
+    if (weight.nested) check_table(weight.name + kNestedQuantMap, weight.nested_quant_map, nested_code_table(), 0, "nested");
+  }
+
+  void check_table(const std::string& tensor, std::span<const float> found, std::span<const float> expected, float rounded,
+                   const char* what) {
     for (size_t i = 0; i < expected.size(); i++) {
-      if (std::fabs(weight.quant_map[i] - expected[i]) <= std::fabs(expected[i]) / 128) continue;
-      note(weight.name + kQuantMap, "entry " + std::to_string(i) + " = " + std::to_string(weight.quant_map[i]),
-           std::to_string(expected[i]) + ", as in every " + name(weight.quant_type) + " table", kRequantize);
+      if (std::fabs(found[i] - expected[i]) <= std::fabs(expected[i]) * rounded) continue;
+      note(tensor, "entry " + std::to_string(i) + " = " + python_repr(found[i]),
+           python_repr(expected[i]) + ", as in every " + what + " table", kRequantize);
       return;
     }
   }

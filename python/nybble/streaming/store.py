@@ -21,6 +21,7 @@ from .stored_state import DTYPES, NESTED_BLOCKSIZE, read_state, require_finite_s
 _SINGLE = "model.safetensors"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _PACKED_BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}  # dtypes that carry packed codes, per element
+_TABLES = ("F32", "BF16", "F16")
 
 
 @dataclasses.dataclass
@@ -223,7 +224,9 @@ class CheckpointStore:
     def _table(self, key: str, which: str) -> torch.Tensor:
         cpu = torch.device("cpu")
         expected = nested_table(cpu) if which == "nested" else table(which, cpu)
-        self._require_kind(key, "F32", expected.numel())
+        if key not in self or self.kind(key)[0] not in _TABLES:
+            self._require_kind(key, "F32, BF16 or F16", expected.numel())
+        self._require_kind(key, self.kind(key)[0], expected.numel())
         found = self.tensor(key)
         require_table(key, found, expected, which, self.refuse)
         return found

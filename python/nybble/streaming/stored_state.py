@@ -1,7 +1,7 @@
 """What a stored 4-bit weight must be like: its JSON state, tables and scales. Refused in the words of `nybble verify`.
 
-As the core's reader (src/store/quant_state.h), which lists every fault where this one raises the first; here the shape
-has two sizes, and the tables must be bitsandbytes' to the bit.
+As the core's reader (src/store/quant_state.h, src/store/verify.cpp), which lists every fault where this one raises the
+first; here the shape has two sizes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..quant_state import BLOCK_SIZES
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 NESTED_BLOCKSIZE = 256
 _NESTED_FIELDS = ("nested_blocksize", "nested_dtype", "nested_offset")
+ROUNDED = 1 / 128  # relative: more than rounding to bfloat16 does
 _MAX_BYTES = 65536  # real states have under 300; a limit keeps hostile nesting harmless
 
 Refuse = Callable[[str, str, str], NoReturn]  # of a tensor: what was found, what was expected
@@ -84,8 +85,11 @@ def read_state(text: bytes, kind: str, key: str, refuse: Refuse) -> StateFields:
 
 
 def require_table(key: str, found: torch.Tensor, expected: torch.Tensor, what: str, refuse: Refuse) -> None:
-    """found: the size of `expected`. The multiply uses its own tables, so the stored one must be the same."""
-    wrong = (found.float() != expected).nonzero()
+    """found: the size of `expected`. The multiply uses its own tables. The stored code table only has to name the same
+    codes, as one does that a loader rounded to 16 bits; scales are made from the nested one, so it must be the same.
+    """
+    allowed = torch.zeros_like(expected) if what == "nested" else expected.abs() * ROUNDED
+    wrong = (~((found.float() - expected).abs() <= allowed)).nonzero()
     if len(wrong):
         at = int(wrong[0])
         refuse(key, f"entry {at} = {found[at].item():.9g}", f"{expected[at].item():.9g}, as in every {what} table")

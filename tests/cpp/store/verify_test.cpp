@@ -1,6 +1,7 @@
 // verify lists every fault of a store, and none of a good one.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "nybble/convert.h"
@@ -58,7 +59,21 @@ TEST_F(Verify, NonFiniteScalesAreFound) {
 
 TEST_F(Verify, NonFiniteNestedTablesAreFound) {
   poke(kWeight + kNestedQuantMap, 400, kInfinity);
-  EXPECT_NE(messages().find("the first at 100"), std::string::npos) << messages();
+  EXPECT_NE(messages().find(kWeight + ".nested_quant_map: found entry 100 = Infinity"), std::string::npos) << messages();
+}
+
+TEST_F(Verify, ANestedTableMustBeTheSameACodeTableNameTheSameCodes) {
+  const auto bytes = [](float value) { return std::string(reinterpret_cast<const char*>(&value), sizeof value); };
+  const float code = code_table(QuantType::kNf4)[3], scale = nested_code_table()[200];
+  poke(kWeight + kQuantMap, 12, bytes(code * (1 + 1.0f / 256)));  // as far as rounding to bfloat16 goes
+  EXPECT_EQ(messages(), "");
+  poke(kWeight + kQuantMap, 12, bytes(code * (1 + 1.0f / 100)));
+  EXPECT_NE(messages().find(kWeight + ".quant_map: found entry 3 = "), std::string::npos) << messages();
+  poke(kWeight + kQuantMap, 12, bytes(code));
+  EXPECT_EQ(messages(), "");
+  poke(kWeight + kNestedQuantMap, 800, bytes(std::nextafter(scale, 1.0f)));
+  EXPECT_NE(messages().find(kWeight + ".nested_quant_map: found entry 200 = "), std::string::npos) << messages();
+  EXPECT_NE(messages().find(", as in every nested table"), std::string::npos) << messages();
 }
 
 TEST_F(Verify, ScalesThatOverflowTogetherAreFound) {
