@@ -139,12 +139,13 @@ class Streamed:
         shared.attached(digest, fault)
 
     def _fill(self, store: CheckpointStore) -> None:
-        _, total, _ = self.arena.size()
-        quiet = True if total < _BAR_BYTES else None  # None: a bar on terminals only
-        with tqdm(total=total, unit="B", unit_scale=True, desc="layers to host memory", disable=quiet) as bar:
-            for weight in (weight for row in self.weights for weight in row):
+        weights = [weight for row in self.weights for weight in row]
+        sizes = [sum(weight.stored.parts().values()) for weight in weights]
+        quiet = True if sum(sizes) < _BAR_BYTES else None  # None: a bar on terminals only
+        with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="layers to host memory", disable=quiet) as bar:
+            for weight, size in zip(weights, sizes, strict=True):
                 weight.fill(store)
-                bar.update(sum(weight.stored.parts().values()))
+                bar.update(size)
 
     def _pin(self, required: bool | None) -> int:
         """Page-locks the arena. Bytes that are locked."""
@@ -305,15 +306,8 @@ def stream(
         raise ValueError(f"window is {window}, expected at least 1 slot")
     checkpoint = CheckpointStore(store)
     config = checkpoint.quantization_config()
-    if model_or_config is None or isinstance(model_or_config, PretrainedConfig):
-        model = skeleton.build(model_or_config, checkpoint)
-    else:
-        model = model_or_config
+    model = _model_of(model_or_config, checkpoint)
     base = skeleton.base_model_of(model)
-    skeleton.require_supported(base.config)
-    if "_nybble_streamed" in base.__dict__:
-        raise ValueError("the model is streamed already; call nybble.unstream(model) first")
-    _require_4bit_adapters(base)
     where = _device_of(model, device)
     auto = activations == "auto"
     meter = policies.meter_of(where) if auto else None
@@ -331,6 +325,20 @@ def stream(
     base._ddp_params_and_buffers_to_ignore = FrozenNames(base)
     _live.add(streamed)
     checkpoint.close()
+    return model
+
+
+def _model_of(model_or_config, checkpoint: CheckpointStore) -> torch.nn.Module:
+    """The model that is to stream, built where only a config is given. ValueError when it can't."""
+    if model_or_config is None or isinstance(model_or_config, PretrainedConfig):
+        model = skeleton.build(model_or_config, checkpoint)
+    else:
+        model = model_or_config
+    base = skeleton.base_model_of(model)
+    skeleton.require_supported(base.config)
+    if "_nybble_streamed" in base.__dict__:
+        raise ValueError("the model is streamed already; call nybble.unstream(model) first")
+    _require_4bit_adapters(base)
     return model
 
 

@@ -110,6 +110,36 @@ def test_some_layers_keep_under_save_on_cpu_and_with_two_live_graphs(stores, res
     assert_equal(run(model), run(resident), at_least=14 * LAYERS)
 
 
+def saved_outside(model) -> tuple[dict, list[torch.Tensor]]:
+    """A step under hooks outside, and the tensors that they were given."""
+    seen = []
+
+    def pack(tensor):
+        seen.append(tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return step(model), seen
+
+
+def test_hooks_outside_are_given_what_a_layer_keeps_and_none_of_its_weights(stores, expected):
+    """A resident model's are: its packed weights are saved as any tensor. Without checkpoints both save everything."""
+    resident = with_adapters(resident_model(stores()), ALL_LINEARS).train()
+    resident.enable_input_require_grads()
+    found, seen = saved_outside(resident)
+    assert_equal(found, expected, at_least=14 * LAYERS)
+    floats = sorted(tuple(tensor.shape) for tensor in seen if tensor.dtype == torch.float32 and tensor.dim() == 3)
+    assert sum(tensor.dtype == torch.uint8 for tensor in seen) >= 7 * LAYERS and len(floats) > 14 * LAYERS
+
+    model = with_adapters(streamed_model(stores(), activations="keep", **LATE), ALL_LINEARS).train()
+    model.enable_input_require_grads()
+    found, seen = saved_outside(model)
+    assert_equal(found, expected, at_least=14 * LAYERS)
+    slots = {slot.untyped_storage().data_ptr() for slot in model.get_base_model()._nybble_streamed.slots}
+    assert not any(tensor.dtype == torch.uint8 or tensor.untyped_storage().data_ptr() in slots for tensor in seen)
+    assert sorted(tuple(t.shape) for t in seen if t.dtype == torch.float32 and t.dim() == 3) == floats
+
+
 def auto_model(stores, monkeypatch, meter):
     ends = AutoKeep.recomputation_ends
 

@@ -79,12 +79,47 @@ def test_gradients_equal_in_every_checkpoint_mode(expected_step, streamed, reent
                 print(f"{cell[0]!s:9}  {cell[1]!s:10}  {cell[2]:12}  {slots:6}  {compared:13}")
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama"])
-def test_other_families_equal(stores, family):
-    store, linears = stores(family), linears_of(family)
-    expected = step(checkpointed(with_adapters(resident_model(store), linears)))
-    found = step(checkpointed(with_adapters(streamed_model(store, **LATE), linears)))
+@pytest.fixture(scope="module")
+def of_family(stores):
+    """The resident model of a family, and its step."""
+    made = {}
+
+    def get(family: str) -> tuple:
+        if family not in made:
+            model = with_adapters(resident_model(stores(family)), linears_of(family))
+            made[family] = model, step(checkpointed(model))
+        return made[family]
+
+    return get
+
+
+OTHERS = [name for name in FAMILIES if name != "llama"]
+
+
+@pytest.mark.parametrize("activations,reentrant", [("recompute", False), ("recompute", True), ("keep", False)])
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_equal(stores, of_family, family, activations, reentrant):
+    _, expected = of_family(family)
+    linears = linears_of(family)
+    streamed = with_adapters(streamed_model(stores(family), activations=activations, **LATE), linears)
+    found = step(checkpointed(streamed, reentrant))
     assert_equal(found, expected, at_least=2 * len(linears) * LAYERS)
+    assert nybble.memory_stats(streamed)["refills"] > LAYERS
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_evaluate_and_generate_equal(stores, of_family, family):
+    """Gemma's windows of 8 tokens end inside the text."""
+    texts, logits = [], []
+    for model in (of_family(family)[0], with_adapters(streamed_model(stores(family), **LATE), linears_of(family))):
+        model.eval()
+        ids = batches(1, model.device)[0]
+        with torch.no_grad():
+            logits.append(model(input_ids=ids).logits)
+            texts.append(model.generate(ids[:, :5], max_new_tokens=7, do_sample=False))
+        model.train()
+    assert torch.equal(*logits) and logits[0].any()
+    assert torch.equal(*texts) and texts[0].shape == (2, 12)
 
 
 @pytest.mark.parametrize("window", [1, 2, 4, LAYERS, 64])
@@ -129,9 +164,11 @@ def preference_step(model) -> dict:
     return {"loss": loss.detach(), "reference": reference, "text": text, **grads}
 
 
+@pytest.mark.parametrize("outside", [nullcontext, torch.autograd.graph.save_on_cpu])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_two_live_graphs_with_a_reference_pass_equal(resident, in_each_mode, reentrant):
-    expected, found = (preference_step(checkpointed(model, reentrant)) for model in (resident, in_each_mode))
+def test_two_live_graphs_with_a_reference_pass_equal(resident, in_each_mode, reentrant, outside):
+    with outside():
+        expected, found = (preference_step(checkpointed(model, reentrant)) for model in (resident, in_each_mode))
     assert_equal(found, expected, at_least=4 * LAYERS)
 
 
