@@ -112,6 +112,28 @@ def visit(key: str) -> str:
     return f"{record('h200-visit')['step_us_per_visit'][key] / 1e3:.1f} ms"
 
 
+def visit_quiet() -> str:
+    """Without collector, with the backward on the calling thread."""
+    times = record("h200-visit")["step_us_per_visit"]["settings"]
+    return f"{times['no collector, backward on the calling thread']['streamed'] / 1e3:.1f} ms"
+
+
+def visit_added() -> str:
+    step = record("h200-visit")["step_us_per_visit"]
+    return "{:.0f} us ({:.0f} .. {:.0f})".format(step["added"], *step["added_interval"])
+
+
+def visit_pieces() -> str:
+    """Acquire, release and a refill: best and median of rounds."""
+    return "{:.0f} to {:.0f} us".format(*record("h200-visit")["us"]["a whole visit, 2 slots, a refill of 4 KiB each"])
+
+
+def visit_share() -> str:
+    where = record("h200-visit")["step_us_per_visit"]["where"]
+    own = sum(row["us"] for name, row in where.items() if "nybble" in name)
+    return f"{own / sum(row['us'] for row in where.values()):.0%}"
+
+
 FIGURES = {
     "linear-512-fused": lambda: linear_time("fused"),
     "linear-512-bitsandbytes": lambda: linear_time("bnb"),
@@ -132,6 +154,10 @@ FIGURES = {
     "streamed-table": streamed_table,
     "streamed-link": lambda: f"{streamed_row('streamed', 128, '70b-12')['ratio_link']:.2f}",
     "visit-total": lambda: visit("total"),
+    "visit-quiet": visit_quiet,
+    "visit-added": visit_added,
+    "visit-pieces": visit_pieces,
+    "visit-share": visit_share,
 }
 
 
