@@ -138,6 +138,7 @@ FIGURES = {
     "linear-512-fused": lambda: linear_time("fused"),
     "linear-512-bitsandbytes": lambda: linear_time("bnb"),
     "linear-512-dense": lambda: linear_time("dense"),
+    "linear-512-trainers": lambda: span(row["bnb_us"] / row["dense_us"] for row in linear_rows() if row["m"] == 512),
     "linear-bitsandbytes": lambda: span(row["ratio_bnb"] for row in linear_rows() if row["ratio_bnb"]),
     "linear-dense-few": lambda: against_dense(1, 64),
     "linear-dense-some": lambda: against_dense(96, 256),

@@ -4,6 +4,7 @@ import json
 import types
 
 import pytest
+from test_schema import SCHEMA, faults
 
 from nybble.gate import GATES, every
 from nybble.gate.__main__ import main
@@ -44,6 +45,7 @@ def test_what_does_not_fit_is_listed_and_records_are_named_by_card(monkeypatch, 
     assert seen[0].arguments[0] == "numerics"
     assert "speed        - not run: times of a CPU step" in capsys.readouterr().out
     whole = json.loads((tmp_path / "cpu-gates-all.json").read_text())
+    assert faults(whole, SCHEMA) == []
     assert whole["results"][0]["gate"] == "numerics" and whole["verdict"] == 0 and "speed" in whole["not_run"]
     page = (tmp_path / "cpu-gates-all.md").read_text()
     assert "python -m nybble.gate all" in page and str(tmp_path) not in page
