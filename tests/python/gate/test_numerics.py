@@ -128,3 +128,14 @@ def test_the_reference_adds_split_sums_in_fp32_and_the_setting_comes_back():
         assert flags.allow_bf16_reduced_precision_reduction is False
         assert flags.allow_fp16_reduced_precision_reduction is False
     assert flags.allow_bf16_reduced_precision_reduction == before
+
+
+CONTROLS = [arm for arm in NumericsGate("cpu", Sizes(((33, 65),), (2,), largest=2)).arms if arm.role == "control"]
+
+
+@pytest.mark.parametrize("control", CONTROLS, ids=lambda arm: arm.name)
+def test_one_control_that_is_cured_among_those_that_fail_is_vacuous(control):
+    gate = NumericsGate("cpu", Sizes(((33, 65),), (2,), largest=2))
+    cured = next(arm for arm in gate.arms if arm.name == ("dequant" if control.name.startswith("dequant,") else "auto"))
+    gate.arms = [dataclasses.replace(arm, act=cured.act) if arm.name == control.name else arm for arm in gate.arms]
+    assert run_checks(gate).verdict == Verdict.CONTROL_DID_NOT_FAIL
