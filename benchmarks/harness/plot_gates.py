@@ -12,8 +12,8 @@ import sys
 
 from plot_linear import COLORS, line, text
 
-WIDTH, HEIGHT, LEFT, TOP = 640, 280, 70, 44
-ROW, BAR, LABEL = 26, 330, 350  # of bar charts
+WIDTH, HEIGHT, LEFT, TOP = 510, 280, 66, 44  # pictures are 600 wide, as pages show them
+ROW, BAR, INDENT, WHOLE = 36, 330, 14, 600  # of bar charts
 LIMIT, FLOOR = 0.05, 1e-6  # numerics: what a ratio may be off from 1, and what is drawn as equal
 
 
@@ -64,7 +64,7 @@ def axes(x, y, x_ticks, y_ticks, x_title, y_title):
 def legend(names, top):
     parts = []
     for i, name in enumerate(names):
-        x, y = LEFT + i % 5 * 130, top + 16 * (i // 5)
+        x, y = LEFT + i % 4 * 130, top + 16 * (i // 4)
         parts += [line(x, y - 4, x + 18, y - 4, COLORS[i % len(COLORS)], 4), text(x + 24, y, name, anchor="start")]
     return parts
 
@@ -94,7 +94,7 @@ def numerics(record):
         dots.append(dot(x(m) + aside, y(value), COLORS[place % len(COLORS)]))
     parts += dict.fromkeys(dots)  # those on one place once
     title = f"Error of {len(points)} multiplies on {machine(record)}"
-    return picture(LEFT + WIDTH + 30, TOP + HEIGHT + 70, title, parts + legend(paths, TOP + HEIGHT + 54))
+    return picture(LEFT + WIDTH + 24, TOP + HEIGHT + 70, title, parts + legend(paths, TOP + HEIGHT + 54))
 
 
 def race(record):
@@ -116,29 +116,32 @@ def race(record):
         color, shape = COLORS[names[p["seen"]]], "rect" if p["seen"] == "wrong" else "circle"
         hollow = p["predicted"] == "close"
         parts.append(dot(x(p["layer_bytes"] / 2**20), y(p["copy_visits"]), color, shape, hollow))
-    words = "Gradients of the unsafe arm: squares wrong, discs right; hollow: too close to the line to call"
+    words = "Unsafe arm's gradients: squares wrong, discs right; hollow: too close to the line to call"
     parts.append(text(LEFT, TOP + HEIGHT + 54, words, anchor="start"))
     explained = record["findings"]["explanation"].split(":")[0]
     title = f"When an unsafe op turns wrong, on {machine(record)}: explanation {explained}"
-    return picture(LEFT + WIDTH + 30, TOP + HEIGHT + 70, title, parts)
+    return picture(LEFT + WIDTH + 24, TOP + HEIGHT + 70, title, parts)
 
 
 def bars(title, rows, caption):
     """rows: (label, value, words, color, (low, high) of a line across the bar); values of one unit."""
     parts, largest = [], max(max(value, *span) for _, value, _, _, span in rows)
     for i, (label, value, words, color, span) in enumerate(rows):
-        y, middle = TOP + ROW * i, TOP + ROW * i + (ROW - 8) / 2
+        y = TOP + ROW * i
+        top, middle = y + 4, y + 4 + (ROW - 20) / 2
         width = BAR * value / largest
-        low, high = (LABEL + BAR * edge / largest for edge in span)
-        parts.append(text(LABEL - 10, y + 14, label, 11, "end"))
-        parts.append(f'<rect x="{LABEL}" y="{y}" width="{width:.1f}" height="{ROW - 8}" fill="{color}" opacity="0.8"/>')
+        low, high = (INDENT + BAR * edge / largest for edge in span)
+        parts.append(text(INDENT, y, label, 11, "start"))
+        parts.append(
+            f'<rect x="{INDENT}" y="{top}" width="{width:.1f}" height="{ROW - 20}" fill="{color}" opacity="0.8"/>'
+        )
         if low == high:
-            parts.append(line(low, y - 3, low, y + ROW - 5, "#222", 2))
+            parts.append(line(low, top - 1, low, top + ROW - 19, "#222", 2))
         else:
             parts.append(line(low, middle, high, middle, "#222", 1.4))
-        parts.append(text(max(LABEL + width, high) + 6, y + 14, words, 11, "start"))
-    parts.append(text(LABEL, TOP + ROW * len(rows) + 14, caption, 10, "start"))
-    return picture(LABEL + BAR + 230, TOP + ROW * len(rows) + 28, title, parts)
+        parts.append(text(max(INDENT + width, high) + 6, middle + 4, words, 11, "start"))
+    parts.append(text(INDENT, TOP + ROW * len(rows) + 10, caption, 11, "start"))
+    return picture(WHOLE, TOP + ROW * len(rows) + 24, title, parts)
 
 
 def timed(record):
