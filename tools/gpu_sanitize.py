@@ -68,7 +68,7 @@ def checks(build, faults, part):
         "initcheck": ("--tool initcheck", f"{stress} --cases {cases(120)} --seed 12 --poison 0 {NOT_HOPPER}", "clean"),
         "initcheck_hopper": (
             f"--tool initcheck {SKIP_REFERENCE}",
-            f"{stress} --cases {cases(120)} --seed 13 --poison 0 --kernels hopper,hopper_rows",
+            f"{stress} --cases {cases(120)} --seed 13 --poison 0 --kernels hopper,hopper_rows,hopper_rows_96_160",
             "clean",
         ),
         "racecheck": (
@@ -78,12 +78,12 @@ def checks(build, faults, part):
         ),
         "racecheck_rows": (
             f"--tool racecheck {SKIP_REFERENCE}",
-            f"{stress} --cases {cases(18)} --seed 20 --kernels hopper_rows",
+            f"{stress} --cases {cases(30)} --seed 20 --kernels hopper_rows,hopper_rows_96_160",
             "clean",
         ),
         "synccheck": (
             f"--tool synccheck {SKIP_REFERENCE}",
-            f"{stress} --cases {cases(240)} --seed 15 --kernels hopper,hopper_rows,strips,row",
+            f"{stress} --cases {cases(240)} --seed 15 --kernels hopper,hopper_rows,hopper_rows_96_160,strips,row",
             "clean",
         ),
         "synccheck_portable": (

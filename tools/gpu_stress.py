@@ -21,6 +21,7 @@ import time
 import gpu_record
 
 ALL_KERNELS = "hopper,hopper_rows,small_m,strips,portable,row"
+MIDDLE = "hopper_rows_96_160"  # two tiles of hopper_rows by themselves, so that none hides behind the others
 # What each fault can concern.
 FAULTS = {
     "no_proxy_fence": ("hopper", "hopper_rows", "small_m"),
@@ -35,6 +36,9 @@ FAULTS = {
     "sums_not_awaited": ("small_m", "strips"),
     "arrival_order": ("hopper", "hopper_rows", "small_m", "strips"),
 }
+for planted, kernels in FAULTS.items():
+    if "hopper_rows" in kernels:
+        FAULTS[planted] = (*kernels, MIDDLE)
 # Faults that no run has caught there, and what is known.
 BLIND = {
     ("no_proxy_fence", "small_m"): (
@@ -46,7 +50,7 @@ BLIND = {
         "read, and no delay can be put into a wgmma. Released before it is read (released_unread) it is caught"
     ),
 }
-BLIND["released_early", "hopper_rows"] = BLIND["released_early", "hopper"]
+BLIND["released_early", "hopper_rows"] = BLIND["released_early", MIDDLE] = BLIND["released_early", "hopper"]
 # One visit in `odds` of a place sleeps up to `ns`; 0: none.
 DELAYS = ((40, 3000), (0, 1), (400, 30000), (7, 500), (15, 8000))
 CAUGHT = {1: "wrong output", 3: "hang", 4: "CUDA error"}
@@ -134,7 +138,7 @@ def main():
     parser.add_argument("product", type=pathlib.Path)
     parser.add_argument("--faults", type=pathlib.Path, help="the program of a build with NYBBLE_FAULT_SWITCHES=ON")
     parser.add_argument("--cases", type=int, default=10000)
-    parser.add_argument("--kernels", default=ALL_KERNELS)
+    parser.add_argument("--kernels", default=f"{ALL_KERNELS},{MIDDLE}")
     parser.add_argument("--only", help="faults to plant, comma separated; by default all")
     parser.add_argument("--limit", type=float, default=60, help="seconds for one fault in one family of kernels")
     parser.add_argument("--jobs", type=int, default=5, help="fault programs at a time")

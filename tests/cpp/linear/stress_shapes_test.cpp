@@ -21,6 +21,7 @@ LinearPath path_of(Kernels kernels) {
   switch (kernels) {
     case Kernels::kHopper:
     case Kernels::kHopperRows:
+    case Kernels::kHopperRows96And160:
       return LinearPath::kHopper;
     case Kernels::kSmallM:
     case Kernels::kStrips:
@@ -81,6 +82,7 @@ TEST(StressShapes, EveryVariantComesUpInBothDirections) {
     int variants, cases;
   } rows[] = {{Kernels::kHopper, (kHopperTiles - kHopperRowTiles) * kHopperSchedules * kHopperScales, 3000},
               {Kernels::kHopperRows, kHopperRowTiles * kHopperSchedules, 2000},  // one way of the scales
+              {Kernels::kHopperRows96And160, 2 * kHopperSchedules, 1000},
               {Kernels::kSmallM, kSmallMSizes, 500},
               {Kernels::kStrips, 1, 100},
               {Kernels::kPortable, 5, 500},

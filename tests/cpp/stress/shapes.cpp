@@ -38,11 +38,12 @@ void draw_shape(Random& random, Kernels kernels, LinearProblem& p) {
   switch (kernels) {
     case Kernels::kHopper:
     case Kernels::kHopperRows:
+    case Kernels::kHopperRows96And160:
       p.block_size = random.one_in(2) ? 64 : 64 << random.in(0, 3);
       if (p.nested && random.one_in(6)) p.nested_dtype = random.one_in(2) ? DType::kFloat16 : DType::kBFloat16;
       p.n = 8 * random.log_in(1, 700);
       p.k = p.block_size * std::max<int64_t>(1, random.log_in(64, 8192) / p.block_size);
-      if (kernels == Kernels::kHopperRows && random.one_in(2)) {  // codes that are fetched by words and by boxes
+      if (kernels != Kernels::kHopper && random.one_in(2)) {  // codes that are fetched by words and by boxes
         p.block_size = 64;
         p.k = (random.one_in(2) ? 256 : 1024) * random.in(1, 8);
       }
@@ -105,6 +106,7 @@ std::string refusal(Kernels kernels, const LinearProblem& p, const DeviceModel& 
   switch (kernels) {
     case Kernels::kHopper:
     case Kernels::kHopperRows:
+    case Kernels::kHopperRows96And160:
       return supports_hopper(p, device);
     case Kernels::kSmallM:
       return supports_small_m_tiles(p, device);
@@ -125,16 +127,20 @@ DeviceModel draw_device(Random& random, const DeviceModel& device) {
   return model;
 }
 
+HopperTile draw_tile(Random& random, Kernels kernels) {
+  if (kernels == Kernels::kHopperRows96And160) return random.one_in(2) ? HopperTile::kRows96 : HopperTile::kRows160;
+  constexpr int kTokenTiles = kHopperTiles - kHopperRowTiles;
+  const bool rows = kernels == Kernels::kHopperRows;
+  return static_cast<HopperTile>(rows ? random.in(kTokenTiles, kHopperTiles - 1) : random.in(0, kTokenTiles - 1));
+}
+
 LinearPlan draw_plan(Random& random, Kernels kernels, const LinearProblem& p, const DeviceModel& device) {
   if (kernels == Kernels::kRow) return plan_row(p, device);
   if (kernels == Kernels::kStrips) return plan_strip(p, device);
   if (kernels == Kernels::kSmallM) return plan_small_m_tiles(p, device);
-  if (kernels == Kernels::kHopper || kernels == Kernels::kHopperRows) {
-    constexpr int kTokenTiles = kHopperTiles - kHopperRowTiles;
-    const bool rows = kernels == Kernels::kHopperRows;
+  if (kernels == Kernels::kHopper || kernels == Kernels::kHopperRows || kernels == Kernels::kHopperRows96And160) {
     return plan_hopper_as(p, device,
-                          {static_cast<HopperTile>(rows ? random.in(kTokenTiles, kHopperTiles - 1) : random.in(0, kTokenTiles - 1)),
-                           static_cast<HopperSchedule>(random.in(0, kHopperSchedules - 1)),
+                          {draw_tile(random, kernels), static_cast<HopperSchedule>(random.in(0, kHopperSchedules - 1)),
                            static_cast<HopperScales>(random.in(0, kHopperScales - 1)), static_cast<int>(random.in(1, 6))});
   }
   if (!supports_portable_fast(p, device).empty()) return plan_portable_as(kPortableGeneral, random.one_in(2), p, device);
@@ -144,7 +150,7 @@ LinearPlan draw_plan(Random& random, Kernels kernels, const LinearProblem& p, co
 }  // namespace
 
 const char* name(Kernels kernels) {
-  constexpr const char* kNames[] = {"hopper", "hopper_rows", "small_m", "strips", "portable", "row"};
+  constexpr const char* kNames[] = {"hopper", "hopper_rows", "small_m", "strips", "portable", "row", "hopper_rows_96_160"};
   return kNames[static_cast<int>(kernels)];
 }
 
@@ -152,7 +158,8 @@ Kernels kernels_named(const std::string& text) {
   for (const Kernels kernels : kAllKernels) {
     if (text == name(kernels)) return kernels;
   }
-  fail(ErrorKind::kValue, "kernels ", text, ", expected hopper, hopper_rows, small_m, strips, portable or row");
+  if (text == name(Kernels::kHopperRows96And160)) return Kernels::kHopperRows96And160;
+  fail(ErrorKind::kValue, "kernels ", text, ", expected hopper, hopper_rows, hopper_rows_96_160, small_m, strips, portable or row");
 }
 
 int64_t Random::log_in(int64_t low, int64_t high) {

@@ -33,8 +33,9 @@ constexpr int64_t kMaxOutputs = 1 << 20;
 constexpr int64_t kMaxProducts = 600 << 20;  // m * n * k
 constexpr int64_t kPoolSlack = 1 << 20;      // elements or bytes before an operand, by its random offset
 
-// Families of kernels, each with faults of its own. Hopper: tiles of tokens; HopperRows: of row pairs. SmallM: tiles.
-enum class Kernels { kHopper, kHopperRows, kSmallM, kStrips, kPortable, kRow };
+// Families of kernels, each with faults of its own. Hopper: tiles of tokens; HopperRows: of row pairs. SmallM: tiles. HopperRows96And160:
+// only those tiles of HopperRows, for faults that the other tiles might be caught by.
+enum class Kernels { kHopper, kHopperRows, kSmallM, kStrips, kPortable, kRow, kHopperRows96And160 };
 constexpr Kernels kAllKernels[] = {Kernels::kHopper, Kernels::kHopperRows, Kernels::kSmallM,
                                    Kernels::kStrips, Kernels::kPortable,   Kernels::kRow};
 const char* name(Kernels kernels);
