@@ -1,7 +1,7 @@
 // linear_stress: random multiplies by every fused kernel, on several streams, each output compared with float64. In a build with fault
 // switches it also plants a fault and delays (device/fault.h), which must end it with code 1 or 3.
 //
-//   linear_stress [--kernels hopper,hopper_rows,hopper_rows_96_160,...] [--cases N] [--streams N] [--size F] [--seed N] [--seconds S] [--hang-seconds S]
+//   linear_stress [--kernels hopper,hopper_rows,...] [--cases N] [--streams N] [--size F] [--seed N] [--seconds S] [--hang-seconds S]
 //                 [--batch N] [--poison 0|1] [--fault NAME[,NAME]] [--delay-odds N] [--delay-ns N]
 //
 // Exit: 0 all right, 1 a wrong output, 2 usage or no GPU, 3 a stream hung, 4 a CUDA error.
