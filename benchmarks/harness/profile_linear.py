@@ -178,9 +178,9 @@ def markdown(record):
 
 `{record["command"]}`, commit {record["commit"]},
 torch {record["torch"]}, {record["seconds"]:.0f} s. One launch each under Nsight Compute, caches flushed before every
-pass, the card's clock as it is. No launch overlaps with the one before, so times are longer than in
-`h200-linear`. CTAs, waves and shares are those of the longest kernel, times the sum of all. Shares are of the peak over the whole launch, idle SMs
-included, unless the metric's name ends in `active`.
+pass, the card's clock as it is. No launch overlaps with the one before, so times are longer than in `h200-linear`.
+CTAs, waves and shares are those of the longest kernel, times the sum of all. Shares are of the peak over the whole
+launch, idle SMs included, unless the metric's name ends in `active`.
 
 | {" | ".join(columns)} |
 |{"---|" * len(columns)}
