@@ -1,5 +1,6 @@
 """What a patched model shows to others: names, files, copies, hooks; patching again; unpatch."""
 
+import contextlib
 import copy
 import io
 import pickletools
@@ -50,6 +51,27 @@ def test_names_repr_and_parameters_stay(dense):
     for (name, ours), (other, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert name == other and type(ours) is type(theirs) and ours.requires_grad == theirs.requires_grad
     assert model.get_memory_footprint() == plain.get_memory_footprint()
+
+
+def asked(model, monkeypatch) -> list[str]:
+    """Functions that a step asks Params4bit's Python code about."""
+    seen, real = [], bnb.nn.Params4bit.__torch_function__.__func__
+
+    def ask(cls, func, types, args=(), kwargs=None):
+        seen.append(str(func))
+        return real(cls, func, types, args, kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bnb.nn.Params4bit, "__torch_function__", classmethod(ask))
+        step(model, batch())
+    return seen
+
+
+def test_a_patched_multiply_runs_no_python_of_the_parameters_class(dense, monkeypatch):
+    model = qlora(dense(), mode="auto")
+    assert not [name for name in asked(model, monkeypatch) if "nybble" in name or "linear" in name]
+    monkeypatch.setattr(torch._C, "DisableTorchFunctionSubclass", contextlib.nullcontext)
+    assert len([name for name in asked(model, monkeypatch) if "nybble.linear_4bit" in name]) >= LINEARS
 
 
 def read(folder) -> dict[str, bytes]:

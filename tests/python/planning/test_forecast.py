@@ -172,7 +172,9 @@ def test_the_command_prints_a_table_or_json_and_its_exit_code_says_whether_it_fi
     text = capsys.readouterr().out
     for line in ("embedding", "head", "logits and loss", "kept activations", "slots", "workspaces", "adapters"):
         assert line in text
-    assert "fits in 8.00 GiB" in text and "bound by the link" in text and "page-locked: the packed base" in text
+    assert "fits in 8.00 GiB" in text and "bound by the link" in text
+    assert "page-locked: the packed base" in text and "pageable: largest tensor while loading" in text
+    assert "GB at 0.1 GB/s (given)" in text and "TFLOP at 50 TFLOP/s (given)" in text
     assert command.main([str(folder()), "--gpu-memory", "300MiB", "--json", *flags]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["device"]["fits"] is False and found["device"]["available"] == 300 << 20

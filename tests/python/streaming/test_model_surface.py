@@ -31,6 +31,7 @@ from tiny_models import (
 
 import nybble
 from nybble.streaming import model as model_module
+from nybble.streaming import native
 
 LATE = {"poison": True, "land_at_wait": True}
 
@@ -63,6 +64,26 @@ def test_memory_stats_count_slots_and_not_the_model(streamed):
     assert nybble.memory_stats()["slot_bytes"] >= stats["slot_bytes"]
     with pytest.raises(ValueError, match="not streamed"):
         nybble.memory_stats(torch.nn.Linear(2, 2))
+
+
+def test_host_memory_is_looked_at_before_anything_is_read_and_the_model_is_as_it_was(stores, monkeypatch):
+    read = []
+    fill = native.Arena.fill_tensor
+    monkeypatch.setattr(native.Arena, "fill_tensor", lambda *args: read.append(args) or fill(*args))
+
+    def too_little(arena):
+        raise MemoryError("the streamed layers need 7 bytes of host memory, 3 are available")
+
+    model = resident_model(stores())
+    before = {name: (type(module), sorted(vars(module))) for name, module in model.named_modules()}
+    with monkeypatch.context() as patch:
+        patch.setattr(native.Arena, "require_memory", too_little)
+        with pytest.raises(MemoryError, match="need 7 bytes of host memory, 3 are available"):
+            nybble.stream(model, stores(), **LATE)
+    assert read == []
+    assert {name: (type(module), sorted(vars(module))) for name, module in model.named_modules()} == before
+    nybble.stream(model, stores(), **LATE)
+    assert len(read) == 3 * 7 * LAYERS  # codes, scales, nested scales
 
 
 class Bar:
