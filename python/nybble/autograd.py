@@ -19,9 +19,11 @@ Guard = Callable[[torch.Tensor], None]
 
 
 def _launch(op, *args):
-    """Calls an op past its registered autograd, and raises what it raises as the exact Python type."""
+    """Calls an op past its registered autograd, and past the __torch_function__ of a parameter's class
+    (bitsandbytes' is in Python and calls the op once more). Raises what it raises as the exact Python type.
+    """
     try:
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunctionSubclass():
             return op(*args)
     except RuntimeError as error:
         raise translate(error) from None
