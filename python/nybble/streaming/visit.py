@@ -28,10 +28,12 @@ _ADVICE = (
 _PATIENCE_MS = 1000  # for autograd to drop a backward that has failed
 
 
-def _under_checkpoint() -> bool:
-    """True when what the forward saves now is torch.utils.checkpoint's to recompute."""
+def _hooks() -> str | None:
+    """Who is given what autograd saves now: "checkpoint" (torch's, which recomputes it), "others", or None."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+    if hooks is None:
+        return None
+    return "checkpoint" if getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint" else "others"
 
 
 class _BackwardEnd:
@@ -159,7 +161,8 @@ class LayerVisit:
         """Fetches the layer. Returns whether this is a recomputation inside a backward."""
         backward = _current_graph_task_id() != -1
         recorded = torch.is_grad_enabled() and isinstance(x, torch.Tensor)
-        scoped = not backward and recorded and self._must_scope(layer, x)
+        # A reentrant recomputation runs under the hooks of whoever called backward.
+        scoped = recorded and (_hooks() == "others" if backward else self._must_scope(layer, x))
         fetcher = self.fetcher
         fetcher.open_visit(backward)
         order = native.BACKWARD if backward else native.FORWARD if layer.training else native.REPEAT
@@ -189,8 +192,9 @@ class LayerVisit:
         self.fetcher.release(self.index)
 
     def _must_scope(self, layer: torch.nn.Module, x: torch.Tensor) -> bool:
-        if self.fetcher.window >= self.fetcher.layers or _under_checkpoint():
-            return False
+        hooks = _hooks()
+        if self.fetcher.window >= self.fetcher.layers or hooks == "checkpoint":
+            return hooks == "others"  # that would take copies of the weights, which lie in no slot
         if not self.keep and layer.training and (x.requires_grad or any(p.requires_grad for p in layer.parameters())):
             raise StaleWeightError(
                 f"{self.name} runs with gradients but without checkpointing, and its weights leave their slot before "

@@ -10,6 +10,7 @@ from tiny_models import (
     checkpointed,
     loss_of,
     resident_model,
+    saved_elsewhere,
     step,
     streamed_model,
     with_adapters,
@@ -98,10 +99,11 @@ def test_a_layer_that_keeps_is_not_recomputed_and_gradients_are_equal(stores, ex
     assert nybble.memory_stats(model)["layers_that_keep"] == keeps
 
 
-def test_some_layers_keep_under_save_on_cpu_and_with_two_live_graphs(stores, resident):
+@pytest.mark.parametrize("outside", [torch.autograd.graph.save_on_cpu, saved_elsewhere])
+def test_some_layers_keep_under_hooks_outside_and_with_two_live_graphs(stores, resident, outside):
     def run(model):
         checkpointed(model).zero_grad(set_to_none=True)
-        with torch.autograd.graph.save_on_cpu():
+        with outside():
             first, second = (loss_of(model, ids) for ids in batches(2))
             (first - 0.5 * second).backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}

@@ -16,6 +16,7 @@ from tiny_models import (
     linears_of,
     loss_of,
     resident_model,
+    saved_elsewhere,
     step,
     streamed_model,
     with_adapters,
@@ -164,7 +165,7 @@ def preference_step(model) -> dict:
     return {"loss": loss.detach(), "reference": reference, "text": text, **grads}
 
 
-@pytest.mark.parametrize("outside", [nullcontext, torch.autograd.graph.save_on_cpu])
+@pytest.mark.parametrize("outside", [nullcontext, torch.autograd.graph.save_on_cpu, saved_elsewhere])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_two_live_graphs_with_a_reference_pass_equal(resident, in_each_mode, reentrant, outside):
     with outside():
@@ -184,12 +185,26 @@ def test_two_backwards_in_either_order_and_again_equal(resident, in_each_mode):
     assert_equal(run(in_each_mode), run(resident), at_least=4 * LAYERS)
 
 
-def test_activations_saved_on_the_cpu_outside_equal(resident, in_each_mode):
+@pytest.mark.parametrize("outside", [torch.autograd.graph.save_on_cpu, saved_elsewhere])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activations_saved_elsewhere_by_hooks_outside_equal(resident, in_each_mode, reentrant, outside):
+    """Also where the backward, with its recomputations, runs under these hooks."""
+
     def run(model):
-        with torch.autograd.graph.save_on_cpu():
-            return step(checkpointed(model))
+        with outside():
+            return step(checkpointed(model, reentrant))
 
     assert_equal(run(in_each_mode), run(resident), at_least=4 * LAYERS)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_hooks_outside_take_no_weights_where_every_layer_has_a_slot(stores, activations):
+    def run(model):
+        with saved_elsewhere():
+            return step(model.train())
+
+    streamed = with_adapters(streamed_model(stores(), activations=activations, window=LAYERS, **LATE))
+    assert_equal(run(streamed), run(with_adapters(resident_model(stores()))), at_least=4 * LAYERS)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -149,6 +149,11 @@ def step(model, count: int = 1) -> dict[str, torch.Tensor]:
     return results
 
 
+def saved_elsewhere():
+    """What autograd saves comes back in another place, as with save_on_cpu for a GPU's tensors."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor)
+
+
 def assert_equal(found: dict, expected: dict, at_least: int) -> int:
     """Bit for bit, the same names, at least so many tensors, none all zero. Returns how many were compared."""
     assert found.keys() == expected.keys()
