@@ -20,6 +20,7 @@ from .stored_state import DTYPES, NESTED_BLOCKSIZE, read_state, require_finite_s
 
 _SINGLE = "model.safetensors"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_STATE = re.compile(r"\.quant_state\.bitsandbytes__(\w+)$")
 _PACKED_BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}  # dtypes that carry packed codes, per element
 _TABLES = ("F32", "BF16", "F16")
 
@@ -151,6 +152,11 @@ class CheckpointStore:
         compute = found.get("bnb_4bit_compute_dtype", "float32")
         if not isinstance(compute, str) or compute not in DTYPES:
             refuse("bnb_4bit_compute_dtype", compute, f"one of {', '.join(DTYPES)}")
+        kinds = {found[1] for found in map(_STATE.search, self._where) if found}
+        if len(kinds) == 1 and found.get("bnb_4bit_quant_type") not in kinds:
+            refuse(
+                "bnb_4bit_quant_type", found.get("bnb_4bit_quant_type"), f"{kinds.pop()!r}, as in every weight's state"
+            )
         try:
             return BitsAndBytesConfig(**{name: value for name, value in found.items() if name != "quant_method"})
         except (AttributeError, TypeError, ValueError) as error:

@@ -110,7 +110,13 @@ CONFIGS = {
     "unknown dtype": ("bnb_4bit_compute_dtype", "floof", "bnb_4bit_compute_dtype 'floof', expected one of float32"),
     "integer dtype": ("bnb_4bit_compute_dtype", "int8", "bnb_4bit_compute_dtype 'int8', expected one of float32"),
     "dtype of a number": ("bnb_4bit_compute_dtype", 4, "bnb_4bit_compute_dtype 4, expected one of float32"),
-    "type of a number": ("bnb_4bit_quant_type", 4, "transformers refuses (bnb_4bit_quant_type must be a string)"),
+    "type of a number": ("bnb_4bit_quant_type", 4, "bnb_4bit_quant_type 4, expected 'nf4', as in every weight's state"),
+    "other type": (
+        "bnb_4bit_quant_type",
+        "fp4",
+        "bnb_4bit_quant_type 'fp4', expected 'nf4', as in every weight's state",
+    ),
+    "flag of a number": ("llm_int8_threshold", "x", "transformers refuses (llm_int8_threshold must be a float)"),
 }
 
 
