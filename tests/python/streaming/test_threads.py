@@ -21,6 +21,8 @@ from tiny_models import (
     with_adapters,
 )
 
+from nybble.streaming import visit
+
 LATE = {"land_at_wait": True}
 REFUSED = "run from two threads at once"
 
@@ -35,6 +37,12 @@ def model(request, stores):
     activations = "keep" if request.param == "keep" else "recompute"
     streamed = with_adapters(streamed_model(stores(), activations=activations, **LATE))
     return checkpointed(streamed, reentrant=request.param == "reentrant")
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A backward that is halted is taken for one that runs after a moment."""
+    monkeypatch.setattr(visit, "_PATIENCE_MS", 30)
 
 
 class Halt:
@@ -95,7 +103,7 @@ def test_one_model_in_two_threads_is_an_error_and_then_exact_again(stores, expec
 
 
 @pytest.mark.parametrize("layer", [2, LAYERS - 1])  # the last one is in its slot when a backward begins
-def test_a_forward_beside_anothers_backward_is_an_error_and_the_backward_is_exact(model, expected, layer):
+def test_a_forward_beside_anothers_backward_is_an_error_and_the_backward_is_exact(impatient, model, expected, layer):
     """Amid a layer's backward, where no visit is open."""
     model.zero_grad(set_to_none=True)
     loss, halt = loss_of(model, batches(1)[0]), Halt()
@@ -128,7 +136,7 @@ def test_a_backward_beside_anothers_forward_is_an_error_and_the_forward_is_exact
     assert_equal(step(model), expected, at_least=4 * LAYERS)
 
 
-def test_two_backwards_at_once_are_an_error_on_the_cpu(model, expected):
+def test_two_backwards_at_once_are_an_error_on_the_cpu(impatient, model, expected):
     """On a GPU autograd runs both on one thread: each multiply's check of the owner sees the other's refill."""
     if model.device.type != "cpu":
         pytest.skip("about the CPU")
