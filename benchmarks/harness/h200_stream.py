@@ -352,7 +352,7 @@ def main() -> int:
     options = parse()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for strict repeats; what torch takes on Hopper anyway
     start, samples = time.time(), Samples()
-    record = {"machine": machine(options), "cases": []}
+    record = {"machine": {} if options.merge else machine(options), "cases": []}
     options.out.mkdir(parents=True, exist_ok=True)
 
     def save() -> None:

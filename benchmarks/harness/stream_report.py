@@ -141,7 +141,7 @@ def markdown(record: dict) -> str:
         "`benchmarks/harness/h200_stream.py`.",
     ]
     for case in record["cases"]:
-        lines += ["", *case_lines(case)]
+        lines += ["", *case_lines(case, machine)]
     closing = [f"* Fault: {text}." for text in faults(record)]
     closing.append(
         f"\n`!`: rounds spread over {LARGEST_SPREAD:.0%}; then only the pairs of one round, whose intervals are given, "
@@ -170,12 +170,21 @@ def trained(case: dict) -> list[str]:
     ]
 
 
-def case_lines(case: dict) -> list[str]:
+def made_by(case: dict, machine: dict) -> list[str]:
+    """What made a case of a merged record, where it is not what the head names."""
+    if "command" not in case:
+        return []
+    if case["command"] == machine["command"]:
+        return [f"Commit {case['commit']}.", ""]
+    return [f"`{case['command']}`, commit {case['commit']}.", ""]
+
+
+def case_lines(case: dict, machine: dict) -> list[str]:
     memory = case["memory"]
     lines = [
         f"## {case['shape']} shape, adapters on {case['adapters']}",
         "",
-        *([f"`{case['command']}`, commit {case['commit']}.", ""] if "command" in case else []),
+        *made_by(case, machine),
         f"{memory['layers']} layers of {memory['layer_bytes'] / MIB:.1f} MiB, "
         f"{memory['slot_bytes'] // memory['layer_bytes']} slots.",
     ]

@@ -78,6 +78,14 @@ def test_the_training_of_every_honest_arm_is_in_the_record_with_driver_and_power
     assert "torch 2, driver 580.1, power limit 700.00 W, 1 s" in text
 
 
+def test_a_case_of_a_merged_record_names_what_made_it():
+    record = sound()
+    case = record["cases"][0] | dict(command="c", commit="abc")
+    record["cases"] = [case, case | dict(command="other --rounds 5", commit="def")]
+    text = report.markdown(record)
+    assert text.count("`c`") == 1 and "Commit abc.\n" in text and "`other --rounds 5`, commit def." in text
+
+
 def test_what_each_ablation_takes_off_and_the_ratios_with_their_intervals():
     record = sound()
     rows = record["cases"][0]["rows"]
