@@ -11,6 +11,7 @@ SHAPES = {
     "8b": dict(hidden=4096, ffn=14336, layers=32, heads=32, kv_heads=8, vocab=128256),
     "8b-16": dict(hidden=4096, ffn=14336, layers=16, heads=32, kv_heads=8, vocab=128256),  # half of its layers
     "70b-12": dict(hidden=8192, ffn=28672, layers=12, heads=64, kv_heads=8, vocab=32000),  # of 80
+    "70b-24": dict(hidden=8192, ffn=28672, layers=24, heads=64, kv_heads=8, vocab=32000),
     "32b": dict(hidden=5120, ffn=27648, layers=8, heads=40, kv_heads=8, vocab=32000),
     "mistral-8": dict(hidden=4096, ffn=14336, layers=8, heads=32, kv_heads=8, vocab=32768, family="mistral"),
     "qwen2-8": dict(hidden=3584, ffn=18944, layers=8, heads=28, kv_heads=4, vocab=152064, family="qwen2"),
