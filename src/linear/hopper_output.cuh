@@ -24,6 +24,7 @@ struct Output {
   float sum[TILE::TOKENS / 2];             // 64 rows x TOKENS over 128 threads: [8-token group][row g: 2 tokens, row g + 8: 2 tokens]
   int pending_row = 0, pending_token = 0;  // of the tile that is sent
   int segment = 0, begin = 0, end = 0, token = 0;
+  bool owes_flag = false;  // row pairs: of partial sums that are stored
 
   __device__ __forceinline__ Output(const Params& params, uint32_t smem, uint32_t cluster_rank, int warpgroup, int warp)
       : p(params), list{smem + TILE::LIST_OFFSET}, rank(cluster_rank), half(warpgroup) {
@@ -154,6 +155,7 @@ struct Output {
   __device__ __forceinline__ uint64_t* flag_of(int block, int reader) const {
     return p.flags + static_cast<uint32_t>((block * 2 + half) * kMaxPieces + reader);
   }
+  // Of sums that were stored before a barrier of the warpgroup.
   __device__ __forceinline__ void set_flag(int reader) const { store_release(flag_of(static_cast<int>(blockIdx.x), reader), p.nonce); }
   __device__ __forceinline__ void await_flag(int block, int reader) const {
     uint64_t* flag = flag_of(block, reader);
@@ -171,8 +173,10 @@ struct Output {
       for (int i = 4 * c; i < 4 * c + 4; i++)
         __stcg(to + i * kThreadsPerGroup, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
     }
-    __threadfence();
-    barrier();
+    if constexpr (!TILE::ROW_PAIRS) {
+      __threadfence();
+      barrier();
+    }
   }
   // Two chunks at a time where registers allow: with one, their way through L2 is most of what cutting a tile costs.
   __device__ __forceinline__ void add_partial_chunks(int block, int first, int last) {
@@ -246,6 +250,7 @@ struct Output {
     const int first = first_chunk(p.work, me, CHUNKS), last = first_chunk(p.work, me + 1, CHUNKS);
     const int block0 = static_cast<int>(blockIdx.x) + 2 * me;  // of piece 0: block indices fall as clusters rise
     store_partial_chunks(first, last);
+    if constexpr (TILE::ROW_PAIRS) barrier();
     if (thread < pieces && thread != me) {
       if (first_chunk(p.work, thread, CHUNKS) < first_chunk(p.work, thread + 1, CHUNKS)) set_flag(thread);
       if (first < last) await_flag(block0 - 2 * thread, me);
@@ -263,9 +268,20 @@ struct Output {
     add_bias();
     write_chunks(first, last);
   }
-  __device__ __forceinline__ void store_for_owner() const {
+  // Row pairs set the flag some steps later: nobody waits for it so early, and the next steps need not wait until the sums have left.
+  __device__ __forceinline__ void store_for_owner() {
     store_partial_chunks(0, 0);
+    if constexpr (TILE::ROW_PAIRS) {
+      owes_flag = true;
+    } else if (leader()) {
+      set_flag(0);
+    }
+  }
+  __device__ __forceinline__ void set_owed_flag() {
+    if (!owes_flag) return;
+    barrier();
     if (leader()) set_flag(0);
+    owes_flag = false;
   }
   // Stream-K: this cluster has the start of the tile; the clusters after it have the rest, in order.
   __device__ __forceinline__ void collect_partials(int cluster) {

@@ -62,9 +62,10 @@ struct RowsProducer : RowsScales<DIRECTION, TILE> {
     }
   }
 
+  // Packed bytes and scales are the weight's and fetched before the grids before are complete (docs/hopper.md).
   __device__ __forceinline__ void run(int warp) const {
-    wait_for_previous_grids();
     if (warp == 2) {
+      wait_for_previous_grids();
       if (lane == 0) load_activations();
     } else if (warp == 3) {
       if (lane == 0) load_packed();
@@ -78,7 +79,7 @@ template <Direction DIRECTION, typename T, typename TILE>
 struct RowsConsumer : Output<DIRECTION, T, TILE> {
   using Base = Output<DIRECTION, T, TILE>;
   using Base::begin, Base::end, Base::half, Base::list, Base::p, Base::rank, Base::segment, Base::sum, Base::thread;
-  using Base::enter_segment, Base::finish_sums, Base::leader, Base::write_chunks;
+  using Base::enter_segment, Base::finish_sums, Base::leader, Base::set_owed_flag, Base::write_chunks;
   static constexpr bool FORWARD = DIRECTION == Direction::kForward;
   static constexpr int SLOTS = TILE::SLOTS;
 
@@ -219,6 +220,7 @@ struct RowsConsumer : Output<DIRECTION, T, TILE> {
         multiply_step(slot, group, slot == 0 && step == begin, slot + 1 == SLOTS && step + SLOTS >= end);
       }
       group ^= 1;
+      set_owed_flag();
     }
     wgmma_wait<0>();
 #pragma unroll
@@ -240,6 +242,7 @@ struct RowsConsumer : Output<DIRECTION, T, TILE> {
       segment++;
       enter_segment();
     }
+    set_owed_flag();
     if (leader()) tma_wait_all();
   }
 };

@@ -224,7 +224,7 @@ struct RowsScales {
   }
 
   __device__ __forceinline__ void make_scales(int entry) const {
-    if (p.source.code_boxes) return make_scales_of_boxes(entry);
+    if (!FORWARD && p.source.code_boxes) return make_scales_of_boxes(entry);
     takes_words() ? make_scales_of_words(entry) : make_any_scales(entry);
   }
 };

@@ -28,6 +28,7 @@ CASES = [
     (8192, 48, "partial sums added", "partial sums added"),  # x put in order by a kernel before
     (4096, 96, ROW_PAIRS, ROW_PAIRS),
     (4096, 256, HOPPER, HOPPER),
+    (11264, 128, "stream-K", "stream-K"),
     (4096, 1024, "128 rows by", "128 rows by"),
 ]
 
