@@ -34,8 +34,8 @@ constexpr TileModel kTileModels[kHopperTiles] = {
     {128, 512, 4, 1045, 3000, 7000, 9000, 0.1, {0.03, 0.034}}, {128, 256, 8, 650, 2000, 4500, 4000, 0.1, {0.05, 0.12}},
     {128, 128, 8, 480, 1200, 3000, 2500, 0.1, {0.02, 0.02}},   {256, 256, 4, 1230, 3500, 7000, 13000, 0.04, {0, 0.005}},
     {256, 192, 4, 950, 3500, 4000, 11400, 0, {0, 0.02}},       {256, 160, 4, 810, 3700, 2300, 9300, 0, {0, 0.03}},
-    {256, 128, 4, 670, 4000, 500, 7200, 0, {0, 0.045}},        {256, 96, 4, 655, 1500, 1300, 8500, 0, {0, 0.045}},
-    {256, 64, 4, 640, 500, 1300, 9200, 0, {0, 0.045}}};
+    {256, 128, 4, 670, 4000, 500, 6300, 0, {0, 0.045}},        {256, 96, 4, 655, 1500, 1300, 5900, 0, {0, 0.045}},
+    {256, 64, 4, 640, 500, 1300, 5600, 0, {0, 0.045}}};
 constexpr int64_t kRowPairTokens = 256;                // beyond, the tiles that share a decode were faster at every measured problem
 constexpr double kCollect = 300, kCollectToken = 2.5;  // stream-K of row pairs: adding the sums of a further cluster to a tile's
 // In a long multiply the card's power is the limit. Interleaved with others stream-K and pieces take the same time there, alone for half a

@@ -7,17 +7,19 @@ namespace {
 
 constexpr int64_t kSmallestWeight = int64_t{8} << 20;   // between 1024 x 4096 and 4096 x 4096
 constexpr int64_t kLargeWeight = int64_t{32} << 20;     // between 4096 x 4096 and 14336 x 4096
+constexpr int64_t kLargerWeight = int64_t{64} << 20;    // between 4096 x 14336 and 27648 x 5120
 constexpr int64_t kLargestWeight = int64_t{192} << 20;  // between 27648 x 5120 and 28672 x 8192
 
 // Columns: path, compute capabilities, tokens, forward, input gradient, least number of weights, record.
 constexpr Threshold kThresholds[] = {
-    // H200: the small-M kernel leads up to 64 tokens on large weights (forward of the largest also from 97 to 128), up to 32 on small ones,
-    // up to 64 on the smallest (but one token where it has no strips: row kernel). Above, with nested scales, the Hopper kernel with
-    // weights in registers.
-    {LinearPath::kSmallM, 90, 90, 1, 64, true, true, kLargeWeight, "h200-linear.json"},
+    // H200: the small-M kernel leads up to 32 tokens, on larger weights up to 64 (forward of the largest also from 97 to 128), on the
+    // smallest up to 64 (but one token where it has no strips: row kernel). Above, with nested scales, the Hopper kernel with weights in
+    // registers.
+    {LinearPath::kSmallM, 90, 90, 1, 32, true, true, kLargeWeight, "h200-linear.json"},
+    {LinearPath::kSmallM, 90, 90, 33, 64, true, true, kLargerWeight, "h200-linear.json"},
     {LinearPath::kSmallM, 90, 90, 97, 128, true, false, kLargestWeight, "h200-linear.json"},
-    {LinearPath::kHopper, 90, 90, 65, 128, true, true, kLargeWeight, "h200-linear.json", false, true},
-    {LinearPath::kSmallM, 90, 90, 65, 128, true, true, kLargeWeight, "h200-linear.json"},
+    {LinearPath::kHopper, 90, 90, 33, 128, true, true, kLargeWeight, "h200-linear.json", false, true},
+    {LinearPath::kSmallM, 90, 90, 33, 128, true, true, kLargeWeight, "h200-linear.json"},
     {LinearPath::kHopper, 90, 90, 33, 64, true, true, kSmallestWeight, "h200-linear.json", false, true},
     {LinearPath::kSmallM, 90, 90, 2, 64, true, true, 0, "h200-linear.json"},
     {LinearPath::kSmallM, 90, 90, 1, 1, true, true, 0, "h200-linear.json", true},

@@ -299,7 +299,12 @@ TEST(HopperPlan, RowPairsGoToStreamKWherePiecesWouldLeaveClustersIdle) {
   EXPECT_EQ(schedule_of(problem(128, 27648, 5120, Direction::kGradInput)), HopperSchedule::kStreamK);
   EXPECT_EQ(schedule_of(problem(96, 5120, 27648)), HopperSchedule::kStreamK);
   EXPECT_EQ(schedule_of(problem(128, 14336, 4096, Direction::kGradInput)), HopperSchedule::kSplitTail);
-  EXPECT_EQ(schedule_of(problem(128, 14336, 4096)), HopperSchedule::kWhole);
+  for (const int64_t m : {64, 96, 128}) {  // 56 tiles
+    EXPECT_EQ(schedule_of(problem(m, 14336, 4096)), HopperSchedule::kStreamK) << m;
+    EXPECT_EQ(schedule_of(problem(m, 4096, 14336, Direction::kGradInput)), HopperSchedule::kStreamK) << m;
+  }
+  EXPECT_EQ(schedule_of(problem(160, 14336, 4096)), HopperSchedule::kWhole);
+  EXPECT_EQ(schedule_of(problem(256, 4096, 14336, Direction::kGradInput)), HopperSchedule::kWhole);
 }
 
 TEST(HopperPlan, TilesOfRowPairsMakeTheirScalesThemselves) {
