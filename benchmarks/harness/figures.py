@@ -153,7 +153,7 @@ FIGURES = {
         *streamed_row("streamed", 8192, "8b-16")["ratio_peer"]
     ),
     "streamed-table": streamed_table,
-    "streamed-link": lambda: f"{streamed_row('streamed', 128, '70b-12')['ratio_link']:.2f}",
+    "streamed-link": lambda: f"{streamed_row('streamed', 128, '70b-24', '70b-12')['ratio_link']:.2f}",
     "visit-total": lambda: visit("total"),
     "visit-quiet": visit_quiet,
     "visit-added": visit_added,
