@@ -81,6 +81,8 @@ def stress_page(data, name):
             lines.append(
                 f"* {cell['fault']} on {cell['kernels']}: caught with setting {cell['delays_tried']} of the delays."
             )
+    for run in data.get("beside", []):
+        lines += ["", f"Beside it, commit {run['commit']}: `{run['command']}`: {run['result']}."]
     lines += ["", "What a case, a fault and a delay is: docs/stress.md."]
     lines += ["", "Not measured: which faults are caught without delays; other cards."]
     return "\n".join(lines) + "\n"
@@ -95,7 +97,7 @@ def cell_words(cell):
 
 
 def sanitize_page(data, name):
-    """One line a check, then why each finding is no fault."""
+    """One line a check, then why each finding is no fault. A row of an earlier run has its commit."""
     lines = heading(data, "compute-sanitizer over the GPU kernels", name)
     reasons = list(dict.fromkeys(why for row in data["rows"] for why in row["explained"].values()))
     lines += ["| check | over | s | findings | verdict |", "|---|---|---|---|---|"]
@@ -109,7 +111,8 @@ def sanitize_page(data, name):
             if row["ok"]
             else f"**NOT AS IT SHOULD BE**: exit {row['code']}, {len(row['open'])} places not explained"
         )
-        lines.append(f"| {row['check']} | {row['over']} | {row['seconds']:.0f} | {total} | {verdict} |")
+        check = row["check"] + (f", commit {row['commit']}" if "commit" in row else "")
+        lines.append(f"| {check} | {row['over']} | {row['seconds']:.0f} | {total} | {verdict} |")
     lines += [""] + [f"({number}) {why}." for number, why in enumerate(reasons, 1)]
     lines += ["", "What each explanation rests on: docs/stress.md."]
     lines += [
