@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nybble import build_info
-from nybble.gate import record
+from nybble.gate import record, scope
 from nybble.gate.report import as_json, verdict_lines
 from nybble.gate.runner import Report
 
@@ -44,6 +44,8 @@ def finish(report: Report, options: argparse.Namespace, *, lines: Iterable[str] 
     """Prints the report, writes the record that was asked for, and returns the exit code."""
     lines = list(lines)
     report.findings["card"] = card(options.device)
+    if report.results:
+        report.not_run |= scope.BEYOND.get(report.gate, {})
     data = as_json(report)
     if options.json:
         print(json.dumps(data, indent=1))

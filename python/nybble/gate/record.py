@@ -146,5 +146,5 @@ def page(data: dict[str, Any], text: list[str], name: str) -> str:
     if data["notes"]:
         lines += ["", *[f"- {note}" for note in data["notes"]]]
     missing = [f"{arm} ({why})" for arm, why in data["not_run"].items()]
-    lines += ["", f"Not measured: {'; '.join(missing) if missing else 'nothing of this gate; other cards'}."]
+    lines += ["", f"Not measured: {'; '.join([*missing, 'other machines'])}."]
     return "\n".join(lines) + "\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nybble.gate import record
+from nybble.gate import record, scope
 from nybble.gate.__main__ import main
 from nybble.gate.aliasing import cells
 
@@ -100,6 +100,7 @@ def test_a_record_of_many_rows_keeps_the_first_products_numbers_and_counts_the_r
 def test_stored_records_keep_to_the_schema_and_are_ok(path):
     data = json.loads(path.read_text())
     assert faults(data, SCHEMA) == []
+    assert data["not_run"].keys() >= scope.BEYOND.get(data["gate"], {}).keys()
     assert data["verdict"] == 0 and data["commit"] != "unknown" and path.with_suffix(".md").is_file()
 
 
