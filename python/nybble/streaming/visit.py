@@ -101,7 +101,8 @@ class Fetcher:
     def _backward_runs(self) -> bool:
         """Whether the last backward is still under way. One that failed may take a moment until autograd drops it."""
         for _ in range(_PATIENCE_MS):
-            if self._backward is None or self._backward[0]() is None:
+            last = self._backward  # its own thread sets it to None at its end
+            if last is None or last[0]() is None:
                 return False
             time.sleep(0.001)
         return True
