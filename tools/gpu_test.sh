@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# GPU tests from a build folder, in this order: every C++ test binary (one that was not built fails), 10,000 random multiplies, the Python tests with the GPU, the gates, the
-# portable kernels against float64. Left out: the command's tests, which have no GPU part and are `make test`'s. Beside them
-# the registers and spills of the kernels for this card, from the compiler. A table last: what ran, what did not and why.
+# GPU tests from a build folder, in this order: every C++ test binary (one that was not built fails), 10,000 random multiplies, the Python
+# tests with the GPU, the gates, the portable kernels against float64. Left out: the command's tests, which have no GPU part and are `make
+# test`'s. Beside them the registers and spills of the kernels for this card, from the compiler. A table last: what ran, what did not and why.
 # Usage: tools/gpu_test.sh PYTHON BUILD_DIR
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -31,9 +31,14 @@ if command -v nvcc >/dev/null && command -v cuobjdump >/dev/null; then
   resources=$!
 fi
 # By the sources: a binary that was not built is a failure, not one test less.
-while IFS=/ read -r folder name; do
-  stage "$name" "$build/tests/cpp/$folder/$name" --gtest_brief=1
-done < <("$python" tools/cpp_tests.py)
+binaries=$("$python" tools/cpp_tests.py)
+if [ -z "$binaries" ]; then
+  not_run "C++ tests" "tools/cpp_tests.py names none"
+  failed=1
+fi
+for binary in $binaries; do
+  stage "${binary#*/}" "$build/tests/cpp/$binary" --gtest_brief=1
+done
 if [ -x "$build/tests/cpp/stress/linear_stress" ]; then
   stage stress "$build/tests/cpp/stress/linear_stress" --cases 10000
 else
