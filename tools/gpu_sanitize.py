@@ -218,10 +218,12 @@ def main():
         if not row["ok"]:
             print(f"    output ends: {row['last']}")
     if arguments.record:
+        faults = ["--faults LINEAR_STRESS_OF_A_FAULT_BUILD"] if arguments.faults else []
+        only = [f"--only {arguments.only}"] if arguments.only else []
+        words = [*faults, f"--part {arguments.part:g} --seconds {arguments.seconds:g}", *only]
         data = gpu_record.provenance() | {
             "question": "Do memcheck, initcheck, racecheck and synccheck find anything in the multiply and the codec?",
-            "command": "python tools/gpu_sanitize.py BUILD LOGS --faults LINEAR_STRESS_OF_A_FAULT_BUILD "
-            f"--part {arguments.part:g} --seconds {arguments.seconds:g}",
+            "command": " ".join(["python tools/gpu_sanitize.py BUILD LOGS", *words]),
             "cores": os.cpu_count(),
             "seconds": round(time.time() - begun, 1),
             "rows": rows,

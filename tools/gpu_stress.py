@@ -112,12 +112,18 @@ def show(cell):
 
 def whole(record, arguments, seconds):
     """The run as data, without where its programs lay."""
-    sizes = f"--cases {arguments.cases} --limit {arguments.limit:g} --jobs {arguments.jobs}"
+    given = {name: getattr(arguments, name) for name in ("cases", "kernels", "only", "limit", "jobs", "seed")}
+    words = [
+        f"--{name} {f'{value:g}' if isinstance(value, float) else value}"
+        for name, value in given.items()
+        if value is not None
+    ]
+    faults = ["--faults linear_stress_of_the_fault_build"] if arguments.faults else []
     return {
         **gpu_record.provenance(),
         "question": "Would the stress test of the GPU multiply see a race? Each fault is planted in a build of the "
         "same kernels and must end it.",
-        "command": f"python tools/gpu_stress.py linear_stress --faults linear_stress_of_the_fault_build {sizes}",
+        "command": " ".join(["python tools/gpu_stress.py linear_stress", *faults, *words]),
         "cores": os.cpu_count(),
         "seconds": round(seconds, 1),
         "meanings": meanings(),

@@ -130,16 +130,18 @@ def main(arguments=None) -> int:
         print(f"{mutation.name:<28}" + "".join(f"{marks[name]:<14}" for name in GATES), flush=True)
     verdict = f"{wrong} cells are not as predicted" if wrong else "every cell as predicted"
     if options.record:
-        write_record(options.record, rows, verdict, time.monotonic() - begun)
+        write_record(options, rows, verdict, time.monotonic() - begun)
     print(f"kernel selftest: {verdict}")
     return 1 if wrong else 0
 
 
-def write_record(path: pathlib.Path, rows: list[dict], verdict: str, seconds: float) -> None:
+def write_record(options: argparse.Namespace, rows: list[dict], verdict: str, seconds: float) -> None:
     """PATH.json, and the table as PATH.md."""
+    path, whole = options.record, "make gate-selftest FAULT_BUILD=build/fault"
+    part = f"python tests/python/gate/kernel_selftest.py --only '{','.join(options.only or [])}'"
     found = record.provenance([]) | {
         "question": "Do faults inside the kernels turn exactly the predicted gates red?",
-        "command": "make gate-selftest FAULT_BUILD=build/fault",
+        "command": whole if options.only is None else part,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
         "verdict": verdict,
         "seconds": round(seconds, 1),

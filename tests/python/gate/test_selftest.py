@@ -96,5 +96,8 @@ def test_a_cell_of_the_kernel_table_that_is_not_as_predicted_is_an_error(monkeyp
     text = capsys.readouterr().out
     assert "0 not 1" in text and "- not 0" in text and "2 cells are not as predicted" in text
     right, wrong = ((tmp_path / f"{name}.md").read_text() for name in ("right", "wrong"))
-    assert "Every cell as predicted" in right and "predicted [" not in right
+    assert "Every cell as predicted" in right and "predicted [" not in right and "make gate-selftest" in right
     assert "| **0**, predicted [1] |" in wrong and "| **None**, predicted [0] |" in wrong
+    assert kernel_selftest.main(["--only", "barrier released early", "--record", str(tmp_path / "part")]) == 0
+    part = (tmp_path / "part.md").read_text()
+    assert "--only 'barrier released early'" in part and "missing fence" not in part

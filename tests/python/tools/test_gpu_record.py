@@ -56,8 +56,8 @@ def test_a_fault_that_no_run_catches_is_named_with_what_is_known_and_is_no_failu
 
 def test_a_fault_that_should_be_caught_and_is_not_is_a_failure(tmp_path, program):
     faults = program("faults", "nybble_fault_switches_mark", [("wrong_parity", "hopper")])
-    done, _, page = stress(tmp_path, program("product"), faults)
-    assert done.returncode == 1
+    done, data, page = stress(tmp_path, program("product"), faults, "--only", "wrong_parity")
+    assert done.returncode == 1 and "--only wrong_parity --limit 0.1" in data["command"]
     assert "* wrong_parity on hopper" in page and "no reason is known" in page
 
 
