@@ -16,7 +16,6 @@ from nybble.gate.training.timing import Interval
 GAIN = "gain"
 SMALL_SHARE = 0.02
 DEQUANT, FUSED, DENSE = "dequantise + linear", "fused", "dense weight (ablation)"
-VISITS = 3  # forward, recompute, input gradient
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class ShareGate(TimedGate):
         base = shared.step_seconds(DEQUANT)
         share = timing.saving(base, shared.step_seconds(DENSE))
         gain = timing.saving(base, shared.step_seconds(arm))
-        saved = VISITS * self.sizes.shape.weights * (2 - PACKED_BYTES)
+        saved = sum(timed.VISITS.values()) * self.sizes.shape.weights * (2 - PACKED_BYTES)
         rate = 1e9 * self.ceilings.get("device_copy_gb_s", float("inf"))
         return Finding(share, gain, saved / rate / sorted(base)[len(base) // 2])
 
