@@ -140,7 +140,7 @@ def arms_of(kernels):
     cells, last = [], "cuBLAS"
     for kernel in kernels:
         arm = "auto" if "nybble" in kernel["kernel"] else "cuBLAS"
-        if arm == "auto" and last == "cuBLAS":
+        if not cells or (arm == "auto" and last == "cuBLAS"):
             cells.append({name: [] for name in ARMS})
         cells[-1][arm].append(kernel)
         last = arm

@@ -42,6 +42,11 @@ def test_times_add_up_and_shares_are_those_of_the_longest_kernel():
     assert ours["DRAM %"] is None and "| - |" in profile.line("cell", "auto", ours)
 
 
+def test_a_report_without_the_first_kernels_of_auto_lacks_that_arm():
+    cells = profile.arms_of(profile.read_report(report(ROWS[2:])))
+    assert [[len(cell[arm]) for arm in profile.ARMS] for cell in cells] == [[0, 1], [1, 2]]
+
+
 def test_a_report_without_kernels_has_none():
     assert profile.arms_of(profile.read_report("==ERROR== no metric\n")) == []
 
