@@ -6,8 +6,8 @@
 The memory is held by a process of its own, so contexts, libraries and every worker of a gate must fit beside each
 other. A card of 8 GB leaves about 7.6 GiB to programs. FOLDER gets <card>-small-card-<gib>.json and .md: exit code and
 seconds of every gate, what it left out, and the most that was used of what was free; rows of gates that do not run this
-time stay, with their commit. Needs the card alone: others would
-run out of memory. Exit code: that of `python -m nybble.gate all`; 3 where the card is not free.
+time stay, with their commit. Needs the card alone: others would run out of memory. Exit code: that of `python -m
+nybble.gate all`; 3 where the card is not free.
 """
 
 import argparse
