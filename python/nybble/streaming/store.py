@@ -152,11 +152,10 @@ class CheckpointStore:
         compute = found.get("bnb_4bit_compute_dtype", "float32")
         if not isinstance(compute, str) or compute not in DTYPES:
             refuse("bnb_4bit_compute_dtype", compute, f"one of {', '.join(DTYPES)}")
-        kinds = {found[1] for found in map(_STATE.search, self._where) if found}
-        if len(kinds) == 1 and found.get("bnb_4bit_quant_type") not in kinds:
-            refuse(
-                "bnb_4bit_quant_type", found.get("bnb_4bit_quant_type"), f"{kinds.pop()!r}, as in every weight's state"
-            )
+        kinds = sorted({match[1] for match in map(_STATE.search, self._where) if match})
+        kind = found.get("bnb_4bit_quant_type")
+        if len(kinds) == 1 and kind != kinds[0]:
+            refuse("bnb_4bit_quant_type", kind, f"{kinds[0]!r}, as in every weight's state")
         try:
             return BitsAndBytesConfig(**{name: value for name, value in found.items() if name != "quant_method"})
         except (AttributeError, TypeError, ValueError) as error:

@@ -111,6 +111,11 @@ CONFIGS = {
     "integer dtype": ("bnb_4bit_compute_dtype", "int8", "bnb_4bit_compute_dtype 'int8', expected one of float32"),
     "dtype of a number": ("bnb_4bit_compute_dtype", 4, "bnb_4bit_compute_dtype 4, expected one of float32"),
     "type of a number": ("bnb_4bit_quant_type", 4, "bnb_4bit_quant_type 4, expected 'nf4', as in every weight's state"),
+    "type of a list": (
+        "bnb_4bit_quant_type",
+        ["nf4"],
+        "bnb_4bit_quant_type ['nf4'], expected 'nf4', as in every weight's state",
+    ),
     "other type": (
         "bnb_4bit_quant_type",
         "fp4",
