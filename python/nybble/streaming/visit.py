@@ -107,6 +107,9 @@ class Fetcher:
             time.sleep(0.001)
         return True
 
+    def visited_by_another(self) -> bool:
+        return self._visitor not in (None, threading.get_ident())
+
     def close_visit(self) -> None:
         if self._visitor == threading.get_ident():
             self._visitor = None
@@ -182,6 +185,8 @@ class LayerVisit:
 
     @torch.compiler.disable
     def leave(self, backward: bool) -> None:
+        if self.fetcher.visited_by_another():
+            return  # this one was refused, and what is active is the other's
         self.active = False
         self.fetcher.close_visit()
         if not backward:

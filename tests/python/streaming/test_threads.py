@@ -21,6 +21,7 @@ from tiny_models import (
     with_adapters,
 )
 
+import nybble
 from nybble.streaming import visit
 
 LATE = {"land_at_wait": True}
@@ -100,6 +101,27 @@ def test_one_model_in_two_threads_is_an_error_and_then_exact_again(stores, expec
     assert torch.isfinite(other.result())
     hook.remove()
     assert_equal(step(model), expected, at_least=4 * LAYERS)
+
+
+def test_a_refused_visit_leaves_the_others_visit_of_that_layer_open(stores):
+    model, halt, scales = streamed_model(stores(), **LATE), Halt(), []
+    up = model.model.layers[0].mlp.up_proj
+
+    def read(*_):
+        halt()
+        scales.append(up.weight.quant_state.absmax.clone())
+
+    def run():
+        with torch.no_grad():
+            return model(input_ids=batches(1, model.device)[0]).logits
+
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(read)
+    with in_another_thread(halt, run) as other, pytest.raises(RuntimeError, match=REFUSED):
+        run()
+    hook.remove()
+    assert other.exception() is None and len(scales) == 1
+    with pytest.raises(nybble.StaleWeightError):
+        _ = up.weight.quant_state.absmax
 
 
 @pytest.mark.parametrize("layer", [2, LAYERS - 1])  # the last one is in its slot when a backward begins
