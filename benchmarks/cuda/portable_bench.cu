@@ -7,6 +7,7 @@
 #include "linear/portable_launch.cuh"
 #include "linear/portable_params.h"
 #include "linear/row.h"
+#include "linear/sm90.h"
 #include "linear/small_m.h"
 #include "portable_yardstick.cuh"
 
@@ -55,7 +56,7 @@ LinearPlan hopper_plan_of(const BenchCall& c, const LinearProblem& problem, cons
 }
 
 LinearPlan plan_of(const BenchCall& c, const LinearProblem& problem) {
-  const DeviceModel device{"bench", c.sm, c.sm_count, 0, 232448};
+  const DeviceModel device{"bench", c.sm, c.sm_count, 0, kSm90SharedBytes};
   if (c.path == kBenchHopper) return hopper_plan_of(c, problem, device);
   if (c.path == kBenchSmallM) {
     const std::string refusal = supports_small_m_tiles(problem, device);

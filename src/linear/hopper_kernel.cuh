@@ -19,6 +19,7 @@
 #include "device/decode.cuh"
 #include "device/wgmma.cuh"
 #include "linear/hopper.h"
+#include "linear/sm90.h"
 
 namespace nybble::hopper {
 
@@ -29,8 +30,9 @@ constexpr int kHalfBytes = 64 * 128;  // half of a weight slot: 64 rows x 64 wei
 constexpr int kWeightBytes = 2 * kHalfBytes;
 constexpr int kChunkTokens = 32;  // of one output store
 constexpr int kChunkBytes = kChunkTokens * 128;
-constexpr int kCodeBox = 16;    // codes of a row that row pairs fetch at once
-constexpr int kChunkWords = 8;  // of a thread: 64 rows x 32 tokens, 16 bit, over 128 threads
+constexpr int kCodeBox = 16;           // codes of a row that row pairs fetch at once
+constexpr int kMostBoxedBlocks = 448;  // of a row, where they do: the nested scales of 128 such rows are 225
+constexpr int kChunkWords = 8;         // of a thread: 64 rows x 32 tokens, 16 bit, over 128 threads
 
 // The list of segments in shared memory: dividing tile numbers between two wgmma groups would cost more than their time. Only the first and
 // the last segment can be parts of a tile:
@@ -92,7 +94,7 @@ struct Tile {
   static constexpr int LIST_OFFSET = BARRIER_OFFSET + BARRIERS * 8;
   static constexpr int SHARED_BYTES = LIST_OFFSET + SegmentList::kBytes;
 
-  static_assert(SHARED_BYTES <= 232448, "shared memory of a CTA");
+  static_assert(SHARED_BYTES <= kSm90SharedBytes, "shared memory of a CTA");
   static_assert(2 * CONSUMER_REGISTERS + DECODE_REGISTERS <= 504, "registers of a CTA of 384 threads");
   static_assert(UNROLL <= 2 * W_SLOTS && UNROLL <= 2 * X_SLOTS && UNROLL % W_SLOTS == 0 && UNROLL % X_SLOTS == 0);
   static_assert(DECODE_WARPS % 4 == 0 && THREADS >= kHopperMaxSegments && LIST_OFFSET % 16 == 0 && HELD >= 0 && HELD < UNROLL + 2);

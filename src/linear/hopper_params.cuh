@@ -34,7 +34,7 @@ inline ScaleSource make_source(const Launch& l) {
 // own words serve four steps, and boxes were no faster.
 inline bool takes_code_boxes(const LinearProblem& q, const ScaleSource& s) {
   return q.direction == Direction::kGradInput && s.nested && s.nested_dtype == DType::kFloat32 && q.block_size == kStep &&
-         s.blocks % kCodeBox == 0 && s.blocks <= 448 && reinterpret_cast<uintptr_t>(s.absmax) % 16 == 0;
+         s.blocks % kCodeBox == 0 && s.blocks <= kMostBoxedBlocks && reinterpret_cast<uintptr_t>(s.absmax) % 16 == 0;
 }
 
 template <typename T, typename TILE>

@@ -3,6 +3,7 @@
 #include <sstream>
 
 #include "linear/hopper.h"
+#include "linear/sm90.h"
 #include "nybble/error.h"
 
 namespace nybble {
@@ -16,7 +17,6 @@ using hopper::Work;
 
 constexpr int64_t kMaxExtent = 65535 * 64;        // row tiles and steps travel as 16 bits
 constexpr int64_t kMaxBlocks = int64_t{1} << 31;  // block indices are 32-bit, also of rows just beyond n
-constexpr int64_t kSharedMemoryBytes = 232448;    // of a CTA
 constexpr int64_t kMaxTokens = int64_t{1} << 31;  // TMA coordinates are 32-bit
 
 // Clocks on an H200, fitted to the times of tiles, schedules and scales at 106 problems (docs/hopper.md): the choice is within 1% of the
@@ -126,8 +126,8 @@ std::string supports_hopper(const LinearProblem& p, const DeviceModel& device) {
   std::ostringstream no;
   if (device.sm != 90) {
     no << "the Hopper kernel runs on compute capability 9.0, found " << device.sm / 10 << "." << device.sm % 10;
-  } else if (device.smem_per_block_bytes < kSharedMemoryBytes) {
-    no << "shared memory of " << device.smem_per_block_bytes << " bytes a block, the Hopper kernel needs " << kSharedMemoryBytes;
+  } else if (device.smem_per_block_bytes < kSm90SharedBytes) {
+    no << "shared memory of " << device.smem_per_block_bytes << " bytes a block, the Hopper kernel needs " << kSm90SharedBytes;
   } else if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) {
     no << "activations in " << name(p.dtype) << ", the Hopper kernel takes bfloat16 and float16";
   } else if (p.m < 1 || p.m >= kMaxTokens) {

@@ -35,7 +35,8 @@ struct RowsTile {
   static constexpr int NESTED_OFFSET = CODE_VALUES_OFFSET + 1024;
   static constexpr int SHARED_BYTES = NESTED_OFFSET + 2 * NESTED_BYTES;
 
-  static_assert(LIST_OFFSET + SegmentList::kBytes <= TABLE_OFFSET && SHARED_BYTES <= 232448, "shared memory of a CTA");
+  static_assert(LIST_OFFSET + SegmentList::kBytes <= TABLE_OFFSET && SHARED_BYTES <= kSm90SharedBytes, "shared memory of a CTA");
+  static_assert((kMostBoxedBlocks / 2 + 1) * 4 <= NESTED_BYTES);
   static_assert(2 * BOX_BYTES <= SLOTS * SOURCE_BYTES && X_BYTES == CHUNKS * kChunkBytes && SLOTS >= 4);
   static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 504 && THREADS >= kHopperMaxSegments && LIST_OFFSET % 16 == 0);
 

@@ -26,6 +26,7 @@
 
 #include "device/async.cuh"
 #include "device/wgmma_rs.cuh"
+#include "linear/sm90.h"
 #include "linear/small_m_work.h"
 #include "nybble/linear.h"
 
@@ -37,11 +38,10 @@ constexpr int kConsumerWarps = 16, kCopyWarp = 16, kPermuteWarps = 3;
 constexpr int kConsumers = kConsumerWarps * 32, kThreads = 640;
 constexpr int kConsumerRegisters = 112, kProducerRegisters = 32;  // 16 x 112 + 4 x 32 = 20 x 96, what the launch gets
 constexpr int kAllBarrier = 1, kConsumerBarrier = 2;              // named barriers
-constexpr uint32_t kSharedBytes = 232448;
-constexpr uint32_t kPackedBytes = 32768;  // of a unit: 256 rows x 128 bytes, swizzled
-constexpr uint32_t kCodeBytes = 4096;     // 256 rows x 16 bytes: codes of this unit and its three neighbours, or 4 fp32 scales
-constexpr uint32_t kNestedBytes = 1792;   // of 256 rows: k / 64 fp32
-constexpr uint32_t kTableBytes = 65536;   // also its alignment: a byte of W is byte 1 of the address
+constexpr uint32_t kPackedBytes = 32768;                          // of a unit: 256 rows x 128 bytes, swizzled
+constexpr uint32_t kCodeBytes = 4096;    // 256 rows x 16 bytes: codes of this unit and its three neighbours, or 4 fp32 scales
+constexpr uint32_t kNestedBytes = 1792;  // of 256 rows: k / 64 fp32
+constexpr uint32_t kTableBytes = 65536;  // also its alignment: a byte of W is byte 1 of the address
 constexpr uint32_t kMaxTokenGroups = 16;
 
 // GROUPS: token groups of 8, a power of two.
@@ -80,7 +80,7 @@ struct Layout {
   static constexpr uint32_t HIGH_BYTES = STAGES * kPackedBytes + (SMALL_HIGH ? SMALL_BYTES : 0);
   static_assert(LOW_BYTES <= kTableBytes - 1024, "dynamic shared memory starts at 1 KB, the table at 64 KB");
   static constexpr uint32_t SHARED_BYTES = 2 * kTableBytes - 1024 + HIGH_BYTES;
-  static_assert(SHARED_BYTES <= kSharedBytes, "shared memory of a CTA");
+  static_assert(SHARED_BYTES <= kSm90SharedBytes, "shared memory of a CTA");
 };
 
 struct Params {
@@ -104,7 +104,7 @@ template <typename L>
 struct Smem {
   uint32_t base, table;
   __device__ __forceinline__ explicit Smem(uint32_t start) : base(start), table((start + kTableBytes - 1) & ~(kTableBytes - 1)) {
-    if ((base & 1023) != 0 || table - base < L::LOW_BYTES || table + kTableBytes + L::HIGH_BYTES > base + kSharedBytes) __trap();
+    if ((base & 1023) != 0 || table - base < L::LOW_BYTES || table + kTableBytes + L::HIGH_BYTES > base + kSm90SharedBytes) __trap();
   }
   __device__ __forceinline__ uint32_t packed(int stage) const { return table + kTableBytes + stage * kPackedBytes; }
   __device__ __forceinline__ uint32_t x(int slot) const { return base + slot * L::X_SLOT_BYTES; }

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <sstream>
 
+#include "linear/sm90.h"
 #include "linear/small_m.h"
 #include "linear/strip.h"
 
@@ -13,7 +14,6 @@ using small_m::Work;
 
 constexpr int64_t kColumnGrain = 1024;                    // of k: rows of scale codes in steps of 16 bytes
 constexpr int64_t kMaxColumns = 28672;                    // of k: shared memory for the nested scales of 256 rows
-constexpr int64_t kSharedMemoryBytes = 232448;            // of a CTA
 constexpr int64_t kMaxUnits = int64_t{1} << 20;           // of the weight
 constexpr int64_t kMaxWorkspace = 32 << 20;               // of any fused path
 constexpr int64_t kPermuteTokens = 32;                    // up to here the kernel permutes x itself
@@ -67,8 +67,8 @@ std::string supports_small_m_tiles(const LinearProblem& p, const DeviceModel& de
   std::ostringstream no;
   if (device.sm != 90) {
     no << "the small-M kernel runs on compute capability 9.0, found " << device.sm / 10 << "." << device.sm % 10;
-  } else if (device.smem_per_block_bytes < kSharedMemoryBytes) {
-    no << "shared memory of " << device.smem_per_block_bytes << " bytes a block, the small-M kernel needs " << kSharedMemoryBytes;
+  } else if (device.smem_per_block_bytes < kSm90SharedBytes) {
+    no << "shared memory of " << device.smem_per_block_bytes << " bytes a block, the small-M kernel needs " << kSm90SharedBytes;
   } else if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) {
     no << "activations in " << name(p.dtype) << ", the small-M kernel takes bfloat16 and float16";
   } else if (p.m < 1 || p.m > kSmallMMaxTokens) {

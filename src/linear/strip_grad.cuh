@@ -22,7 +22,7 @@ static_assert(kUnitRows == kWarps * kItemRows);
 // Shared memory: pair table, code values and rings as forward, the rings with scales | sums of the warps, kPass tiles at a time.
 constexpr int kPass = 4;
 constexpr uint32_t kGradSums = kRings + kWarps * kStages * kGradStageBytes, kGradSharedBytes = kGradSums + kWarps * kPass * 512;
-static_assert(kGradSharedBytes <= kSharedMemoryBytes);
+static_assert(kGradSharedBytes <= kSm90SharedBytes);
 
 // A warp's place in a run of units.
 struct UnitCursor {

@@ -3,13 +3,13 @@
 
 #include <cstdint>
 
+#include "linear/sm90.h"
 #include "linear/strip_work.h"
 #include "linear/weight_operand.h"
 
 namespace nybble::small_m::strip {
 
 constexpr int64_t kMaxTokens = 8, kMaxGradTokens = 4;
-constexpr int kSharedMemoryBytes = 232448;  // of a CTA
 
 // Where the groups' data begin in shared memory: pair table, code values and rings come before (strip.cuh).
 constexpr int kGroupsAt = 2048 + 65536 + 1024 + 128 + kWarps * kStages * kItemBytes;

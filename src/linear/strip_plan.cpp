@@ -10,7 +10,6 @@ namespace nybble {
 namespace strip = small_m::strip;
 namespace {
 
-using strip::kSharedMemoryBytes;
 using strip::kSliceColumns;
 using strip::kStripRows;
 using strip::Work;
@@ -43,7 +42,7 @@ int best_group(const Work& w) {
   int best = 0;
   double least = 0;
   for (int group = 1; group <= w.strips_of_cta; group++) {
-    if (strip::kGroupsAt + strip::group_bytes(group, w) > kSharedMemoryBytes) break;
+    if (strip::kGroupsAt + strip::group_bytes(group, w) > kSm90SharedBytes) break;
     double cost = 0;
     for (int low = 0; low < w.strips_of_cta; low += group) {
       int busiest = 0;
@@ -83,8 +82,8 @@ std::string supports_strip(const LinearProblem& p, const DeviceModel& device) {
   std::ostringstream no;
   if (device.sm != 90) {
     no << "the strip kernel runs on compute capability 9.0, found " << device.sm / 10 << "." << device.sm % 10;
-  } else if (device.smem_per_block_bytes < kSharedMemoryBytes) {
-    no << "shared memory of " << device.smem_per_block_bytes << " bytes a block, the strip kernel needs " << kSharedMemoryBytes;
+  } else if (device.smem_per_block_bytes < kSm90SharedBytes) {
+    no << "shared memory of " << device.smem_per_block_bytes << " bytes a block, the strip kernel needs " << kSm90SharedBytes;
   } else if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) {
     no << "activations in " << name(p.dtype) << ", the strip kernel takes bfloat16 and float16";
   } else if (p.m < 1 || p.m > tokens) {

@@ -69,7 +69,7 @@ TEST(StripPlan, OneWaveOfCtasAndPartialSumsInTheWorkspace) {
       EXPECT_EQ(w.slices * w.ranges, k / 256);
       EXPECT_GE(w.strips_of_cta * (forward.grid / w.ranges), w.strips);
       EXPECT_LT(w.strips_of_cta * (forward.grid / w.ranges - 1), w.strips);
-      EXPECT_LE(strip::kGroupsAt + strip::group_bytes(w.group, w), strip::kSharedMemoryBytes);
+      EXPECT_LE(strip::kGroupsAt + strip::group_bytes(w.group, w), kSm90SharedBytes);
       if (m > 4) continue;
       const LinearPlan grad = plan_strip(problem(m, n, k, Direction::kGradInput), kH200);
       EXPECT_EQ(grad.variant, kSmallMStrip);
