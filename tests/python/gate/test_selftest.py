@@ -1,4 +1,4 @@
-"""The table mutation x gate: each row's red cells here; the whole of it is `make gate-selftest`, which CI runs too."""
+"""The table mutation x gate: red cells of a few rows here; `make gate-selftest`, which CI runs too, has all of it."""
 
 import pathlib
 import types
@@ -13,8 +13,17 @@ from nybble.gate import GATES
 from nybble.gate.training.needs import missing
 
 
-@pytest.mark.parametrize("name", [mutation.name for mutation in MUTATIONS])
-def test_a_mutation_turns_its_gates_red_and_none_leaves_all_green(name, capsys):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nibbles swapped",
+        "scales off by one",
+        "one saved tensor dropped",
+        "owner kept at issue",
+        "acquire skipped in backward",
+    ],
+)
+def test_a_mutation_turns_its_gates_red(name, capsys):
     assert selftest.main(["--only", name, "--red"]) == 0, capsys.readouterr().out
 
 
