@@ -132,9 +132,9 @@ class Fetcher:
         self.ring.release(layer, self._stream())
 
     def release_after_backward(self) -> None:
-        """Has the slot that is still held released at the end of the backward that is running."""
+        """Has the slot that is still held released at the end of the backward that is running, if one is."""
         task = _current_graph_task_id()
-        if task != self._open_backward:
+        if task not in (-1, self._open_backward):
             end = _BackwardEnd(self._release_last)
             Variable._execution_engine.queue_callback(end)
             self._open_backward, self._backward = task, (weakref.ref(end), threading.get_ident())

@@ -142,6 +142,36 @@ def test_hooks_outside_are_given_what_a_layer_keeps_and_none_of_its_weights(stor
     assert sorted(tuple(t.shape) for t in seen if t.dtype == torch.float32 and t.dim() == 3) == floats
 
 
+def packed_weights(loss):
+    """What the multiplies of a graph saved, last layer first: each read when it is asked for."""
+    seen, ahead = set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop(0)
+        if node not in seen:
+            seen.add(node)
+            ahead += [following for following, _ in node.next_functions if following is not None]
+            if node.name() == "LinearFunctionBackward":
+                yield node.saved_tensors[0].flatten()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_kept_graph_saved_can_be_read_outside_a_backward(stores, expected, fails):
+    """As one who looks at a graph does; also after a backward that never came to its end."""
+    resident = with_adapters(resident_model(stores()), ALL_LINEARS).train()
+    resident.enable_input_require_grads()
+    model = checkpointed(with_adapters(streamed_model(stores(), activations="keep", **LATE), ALL_LINEARS))
+    loss, right = (loss_of(each, batches(1)[0]) for each in (model, resident))
+    if fails:
+        hook = next(p for p in model.parameters() if p.requires_grad).register_hook(lambda _: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(model, batches(1)[0]).backward()
+        hook.remove()
+    same = [torch.equal(*pair) for pair in zip(packed_weights(loss), packed_weights(right), strict=True)]
+    assert same == [True] * 7 * LAYERS
+    del loss
+    assert_equal(step(model), expected, at_least=14 * LAYERS)
+
+
 def auto_model(stores, monkeypatch, meter):
     ends = AutoKeep.recomputation_ends
 
