@@ -77,7 +77,8 @@ class ClockMonitor:
 
     def stop(self):
         if self.process:
-            self.process.terminate()
+            self.process.kill()
+            self.process.wait()
 
 
 class Shape:

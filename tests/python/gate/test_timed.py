@@ -243,3 +243,10 @@ def test_the_card_that_is_sampled_is_torchs_whatever_its_number(smi):
     found = samples.during([(begin, time.time())])
     assert found == {"clock_mhz": 1975.0, "power_w": 506.5, "memory_controller_percent": 45.0}
     assert set(samples.during([(begin - 2, begin - 1)]).values()) == {None}
+
+
+def test_the_sampler_is_gone_when_it_has_stopped(smi):
+    smi("1980, 512.5, 44")
+    samples = telemetry.Samples()
+    samples.stop()
+    assert samples.process.returncode is not None and not os.path.exists(f"/proc/{samples.process.pid}")

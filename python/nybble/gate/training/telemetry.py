@@ -56,7 +56,8 @@ class Samples:
 
     def stop(self) -> None:
         if self.process is not None:
-            self.process.terminate()
+            self.process.kill()  # nvidia-smi has nothing to save
+            self.process.wait()
 
 
 def best_seconds(call, repeats: int = 5) -> float:
