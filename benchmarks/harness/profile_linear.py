@@ -5,21 +5,26 @@
 
 Nested NF4, bf16, block 64. Caches are flushed before every pass, the card's clock is left as it is; times under a
 profiler are not those of a training step. The default cells are the musts that `h200_linear.py --judge` has listed.
---record h200-profile writes h200-profile.md and .json. Exit code 1 when a cell was not profiled. Needs a GPU and ncu.
+--record h200-profile writes h200-profile.md and .json. Exit code 1 when a cell was not profiled, also when ncu took
+more than LIMIT_S. Needs a GPU and ncu.
 """
 
 import argparse
+import contextlib
 import csv
 import io
 import json
+import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 
+LIMIT_S = 600  # the record of the default cells took 18 s
 CELLS = [f"4096x14336:{m}:grad_x" for m in (64, 128, 256)]
 CELLS += [f"1024x4096:{m}:forward" for m in (2048, 4096, 8192, 16384)] + ["1024x4096:2048:grad_x"]
 SECTIONS = (
@@ -190,20 +195,38 @@ launch, idle SMs included, unless the metric's name ends in `active`.
     return head + "\n".join(rows) + f"\n\nMetrics:\n\n{metrics}\n"
 
 
-def profile(ncu, cells):
+def run_ended(command, limit):
+    """(exit code, stdout, stderr). After `limit` seconds the program and what it started are killed; TimeoutExpired."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as program:
+        try:
+            out, err = program.communicate(timeout=limit)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+            raise
+    return program.returncode, out, err
+
+
+def profile(ncu, cells, limit=LIMIT_S):
     """The record, without device and commit. Without the extra metrics where this ncu does not know them."""
     start = time.time()
     with tempfile.TemporaryDirectory() as folder:
         for extra in (True, False):
             log = pathlib.Path(folder) / f"report{int(extra)}.csv"
-            ran = subprocess.run(command_of(ncu, str(log), cells, extra), capture_output=True, text=True)
+            try:
+                code, out, err = run_ended(command_of(ncu, str(log), cells, extra), limit)
+            except subprocess.TimeoutExpired:
+                print(f"ncu was ended after {limit} s", file=sys.stderr)
+                return None
             text = log.read_text() if log.exists() else ""
             found = arms_of(read_report(text))
             if len(found) == len(cells) and all(arms[name] for arms in found for name in ARMS):
                 rows = [{"cell": c} | {a: summary(arms[a]) for a in ARMS} for c, arms in zip(cells, found, strict=True)]
-                return dict(rows=rows, seconds=time.time() - start, launched=ran.stdout.strip().splitlines()[:60])
-            print(f"ncu exit code {ran.returncode}, {len(found)} of {len(cells)} cells", file=sys.stderr)
-            print((text + ran.stdout + ran.stderr)[-1500:], file=sys.stderr)
+                return dict(rows=rows, seconds=time.time() - start, launched=out.strip().splitlines()[:60])
+            print(f"ncu exit code {code}, {len(found)} of {len(cells)} cells", file=sys.stderr)
+            print((text + out + err)[-1500:], file=sys.stderr)
     return None
 
 

@@ -1,6 +1,8 @@
 """What profile_linear.py makes of a report of Nsight Compute, without a GPU."""
 
+import os
 import pathlib
+import select
 import sys
 
 import pytest
@@ -65,3 +67,29 @@ def test_cells_are_read_from_text():
     assert profile.cell_of("4096x14336:64:grad_x") == (4096, 14336, 64, "grad_x")
     with pytest.raises(ValueError, match="backward"):
         profile.cell_of("4096x14336:64:backward")
+
+
+def program(tmp_path, body):
+    path = tmp_path / "ncu"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_an_ncu_that_hangs_is_ended_with_what_it_started(tmp_path, capsys):
+    """What it started writes into a FIFO that says when its last writer is gone."""
+    os.mkfifo(tmp_path / "fifo")
+    end = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    ncu = program(tmp_path, f"(echo started; exec sleep 60) > {tmp_path}/fifo &\nwait")
+    assert profile.profile(ncu, ["4096x4096:1:forward"], limit=2) is None
+    assert "ended after 2 s" in capsys.readouterr().err
+    assert os.read(end, 100) == b"started\n"
+    gone = select.poll()
+    gone.register(end, select.POLLHUP)
+    assert gone.poll(20_000) == [(end, select.POLLHUP)]
+    os.close(end)
+
+
+def test_an_ncu_that_fails_is_tried_without_the_extra_metrics_too(tmp_path, capsys):
+    assert profile.profile(program(tmp_path, "exit 3"), ["4096x4096:1:forward"]) is None
+    assert capsys.readouterr().err.count("ncu exit code 3, 0 of 1 cells") == 2
