@@ -23,10 +23,14 @@ def cuda_is_usable() -> bool:
     return torch.cuda.is_available() and build_info()["cuda"] is not None
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """--device: by default a GPU where one can be used."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda_is_usable() else "cpu")
+
+
 def add_common(parser: argparse.ArgumentParser, sabotages: Sabotages) -> None:
-    """The options that every gate has."""
-    default = "cuda" if cuda_is_usable() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
+    """The options that most gates have."""
+    add_device(parser)
     parser.add_argument("--full", action="store_true", help="the sizes of a record; takes minutes")
     parser.add_argument("--seed", type=int, default=0, help="of weights and activations")
     parser.add_argument("--sabotage", choices=sorted(sabotages), help="plant a fault, to see the gate report it")

@@ -28,7 +28,7 @@ WORDS = {0: "ok", 1: "PRODUCT WRONG", 2: "VACUOUS", 3: "NO VERDICT"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the run; each gate keeps its own defaults."""
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if command.cuda_is_usable() else "cpu")
+    command.add_device(parser)
     parser.add_argument("--full", action="store_true", help="the sizes of records")
     parser.add_argument("--only", type=lambda text: text.split(","), metavar="NAME,...", help="these gates")
     parser.add_argument(

@@ -21,7 +21,7 @@ from nybble.gate.aliasing.stacks import Sizes
 from nybble.gate.runner import Verdict
 
 ROOT = Path(__file__).parents[3]
-SMALL = ["--slots", "2", "--layers", "4", "--tokens", "4"]
+SMALL = ["--device", "cpu", "--slots", "2", "--layers", "4", "--tokens", "4"]
 
 
 @pytest.fixture

@@ -64,7 +64,10 @@ def test_a_process_that_dies_ends_the_gate():
 
 def test_what_ends_the_gate_is_no_verdict(monkeypatch, capsys):
     monkeypatch.setattr(command, "run_shared", lambda *arguments: 1 / 0)
-    assert main(["aliasing", "--slots", "2", "--layers", "4", "--cells", "linear", "--workers", "2"]) == 3
+    assert (
+        main(["aliasing", "--device", "cpu", "--slots", "2", "--layers", "4", "--cells", "linear", "--workers", "2"])
+        == 3
+    )
     assert "the gate itself failed" in capsys.readouterr().err
 
 

@@ -1,12 +1,13 @@
 """`python -m nybble.gate all`: which gates run, and what their exit codes add up to."""
 
+import argparse
 import json
 import types
 
 import pytest
 from test_schema import SCHEMA, faults
 
-from nybble.gate import GATES, every
+from nybble.gate import GATES, command, every
 from nybble.gate.__main__ import main
 
 
@@ -56,3 +57,12 @@ def test_card_names(monkeypatch):
         monkeypatch.setattr(every.torch.cuda, "get_device_name", lambda name=name: name)
         assert every.card("cuda") == short
     assert every.card("cpu") == "cpu"
+
+
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize(("usable", "device"), [(True, "cuda"), (False, "cpu")])
+def test_every_gate_takes_a_gpu_that_can_be_used(monkeypatch, name, usable, device):
+    monkeypatch.setattr(command, "cuda_is_usable", lambda: usable)
+    parser = argparse.ArgumentParser()
+    GATES[name].add_arguments(parser)
+    assert parser.parse_args([]).device == device

@@ -59,7 +59,7 @@ def faults(value, schema, where="report"):
     "arguments",
     [
         ["numerics", "--device", "cpu", "--shapes", "33x65", "--largest", "3"],
-        ["aliasing", "--slots", "2", "--layers", "4", "--tokens", "2"],
+        ["aliasing", "--device", "cpu", "--slots", "2", "--layers", "4", "--tokens", "2"],
     ],
     ids=lambda arguments: arguments[0],
 )

@@ -12,7 +12,7 @@ from nybble.gate.aliasing.sabotage import SABOTAGES
 from nybble.gate.aliasing.stacks import Sizes
 from nybble.gate.aliasing.table import render
 from nybble.gate.aliasing.workers import count_that_fits, default_count, run_shared
-from nybble.gate.command import add_outputs, finish
+from nybble.gate.command import add_device, add_outputs, finish
 from nybble.gate.runner import Report
 
 FEW = (2, 3)  # slot counts on a GPU without --full
@@ -20,7 +20,7 @@ FEW = (2, 3)  # slot counts on a GPU without --full
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the gate. Sizes only change how long it takes: the defect needs no megabytes."""
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    add_device(parser)
     parser.add_argument(
         "--slots", type=_counts, metavar="N,N", help="slot counts; 2..5 by default, 2 and 3 on a GPU without --full"
     )
