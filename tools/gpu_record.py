@@ -19,16 +19,19 @@ def first_line(*command):
 
 
 def provenance():
-    """Commit ($NYBBLE_COMMIT where there is no git), card, driver, toolkit."""
-    card, _, driver = first_line("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").partition(
-        ", "
-    )
+    """Commit ($NYBBLE_COMMIT where there is no git) and whether there are changes on top, card, driver, toolkit."""
+    given = os.environ.get("NYBBLE_COMMIT")
+    commit = given or first_line("git", "describe", "--always", "--exclude", "*", "--dirty")
+    fields = "--query-gpu=name,driver_version,power.limit"
+    card, driver, power = (*first_line("nvidia-smi", fields, "--format=csv,noheader").split(", "), "", "")[:3]
     nvcc = shutil.which("nvcc")
     toolkit = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout if nvcc else ""
     return {
-        "commit": os.environ.get("NYBBLE_COMMIT") or first_line("git", "rev-parse", "--short", "HEAD"),
+        "commit": commit.removesuffix("-dirty"),
+        "dirty": None if given or commit == "unknown" else commit.endswith("-dirty"),
         "gpu": card,
         "driver": driver or "unknown",
+        "power_limit": power or "unknown",
         "cuda": next((word[1:] for word in toolkit.split() if word.startswith("V")), "unknown"),
     }
 
@@ -48,8 +51,8 @@ def heading(data, title, name):
         "",
         f"    {data['command']}",
         "",
-        f"Commit {data['commit']}; driver {data['driver']}, CUDA {data['cuda']}, {data['cores']} CPU cores; "
-        f"{data['seconds']:.0f} s.",
+        f"Commit {data['commit']}{' with uncommitted changes' if data['dirty'] else ''}; driver {data['driver']}, "
+        f"power limit {data['power_limit']}, CUDA {data['cuda']}, {data['cores']} CPU cores; {data['seconds']:.0f} s.",
         "",
     ]
 

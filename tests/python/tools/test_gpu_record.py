@@ -105,3 +105,31 @@ def test_a_finding_that_is_not_explained_and_a_silent_control_are_failures(tmp_p
     assert ("NOT AS IT SHOULD BE" in page) == bool(code)
     (row,) = (line for line in page.splitlines() if line.startswith("| racecheck_sums_not_awaited "))
     assert "| 6 cases on strips with `sums_not_awaited` |" in row and "| 1 | reported, as it must be |" in row
+
+
+# What git describe and nvidia-smi print -> commit, dirty, card, driver, power limit of a record.
+PROVENANCE = {
+    "clean": ("abc1234", "NVIDIA H200, 580.1, 700.00 W", ("abc1234", False, "NVIDIA H200", "580.1", "700.00 W")),
+    "changed": ("abc1234-dirty", "A, 1, [N/A]", ("abc1234", True, "A", "1", "[N/A]")),
+    "neither": (None, None, ("unknown", None, "unknown", "unknown", "unknown")),
+}
+
+
+@pytest.mark.parametrize("case", PROVENANCE)
+def test_a_record_tells_uncommitted_changes_and_the_power_limit(tmp_path, monkeypatch, case):
+    commit, card, expected = PROVENANCE[case]
+    for name, text in (("git", commit), ("nvidia-smi", card)):
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\necho '{text}'\n" if text else "#!/bin/sh\nexit 1\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("NYBBLE_COMMIT", raising=False)
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import gpu_record
+
+    data = gpu_record.provenance()
+    assert tuple(data[key] for key in ("commit", "dirty", "gpu", "driver", "power_limit")) == expected
+    page = "\n".join(gpu_record.heading(data | {"question": "?", "command": "c", "cores": 2, "seconds": 1.0}, "t", "n"))
+    assert ("with uncommitted changes" in page) == bool(data["dirty"]) and f"power limit {expected[-1]}" in page
+    monkeypatch.setenv("NYBBLE_COMMIT", "f00")
+    assert [gpu_record.provenance()[key] for key in ("commit", "dirty")] == ["f00", None]
