@@ -15,10 +15,11 @@ from collections.abc import Callable
 
 import torch
 
-from . import _ops, tune
+from . import _ops
 from .counters import path_counters, reset_path_counters
 from .plan import explain
 from .quant_state import MODE_CODES, QuantState, nested_table, table, weight_args
+from .tune_table import forced
 
 FUSED_PATHS = ("row", "portable", "small_m", "hopper")
 BLOCK = 64
@@ -181,7 +182,7 @@ def measure(problem: Problem, weights: Weights, rounds: int = 9) -> Times:
     if cuda:
         device = torch.cuda.get_device_name(weights.device)
         for path in FUSED_PATHS:
-            with tune.forced(device, problem, path):
+            with forced(device, problem, path):
                 if _ran(arms["auto"], problem.direction) == path:
                     timed[path] = make(arms["auto"], calls)
     else:

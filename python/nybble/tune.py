@@ -10,8 +10,6 @@ or use() is called: a table changes which kernel adds up a sum, and so the last 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import json
 import math
 import os
@@ -19,69 +17,16 @@ import pathlib
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 
-from ._library import lib
-from .errors import check
-
-if TYPE_CHECKING:
-    from .timing import Times
+from .timing import Problem, Times, Weights, measure
+from .tune_table import activate, active, entry, to_text, use
 
 DEFAULT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 DEFAULT_SHAPES = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336))
 TIE = 0.03  # a path must be this much faster than the built-in choice to replace it
-
-
-def use(table: str | os.PathLike | None) -> None:
-    """Makes the table in a file the one that plans follow from now on, in this process; None: no table.
-
-    ValueError for a file that is not a tune table, OSError for one that cannot be read; the table before stays then.
-    """
-    text = None if table is None else pathlib.Path(table).read_text(encoding="utf-8")
-    _set(text)
-
-
-def active() -> tuple[str, int]:
-    """The table that plans follow, as JSON text, and the hash that they print; ("", 0) without one."""
-    needed, digest = ctypes.c_size_t(), ctypes.c_uint64()
-    check(lib.nybble_tune_table(None, ctypes.c_size_t(0), ctypes.byref(needed), ctypes.byref(digest)))
-    text = ctypes.create_string_buffer(needed.value)
-    check(lib.nybble_tune_table(text, needed, ctypes.byref(needed), ctypes.byref(digest)))
-    return text.value.decode(), digest.value
-
-
-def _set(text: str | None) -> None:
-    check(lib.nybble_set_tune_table(None if text is None else text.encode()))
-
-
-def entry(device: str, problem, m_min: int, m_max: int, path: str) -> dict:
-    """One line of a table. problem: any Problem of the shape, direction and dtype."""
-    shape = dict(direction=problem.direction, dtype=problem.dtype_name, n=problem.n, k=problem.k)
-    return dict(device=device, **shape, m_min=m_min, m_max=m_max, path=path)
-
-
-def to_text(entries: Iterable[dict], measured: Iterable[dict] = ()) -> str:
-    """A table as its file has it, an entry a line."""
-
-    def lines(rows):
-        return ",".join("\n  " + json.dumps(row) for row in rows) + "\n "
-
-    parts = f'{{\n "nybble_tune": 1,\n "entries": [{lines(entries)}]'
-    return parts + (f',\n "measured": [{lines(measured)}]\n}}\n' if measured else "\n}\n")
-
-
-@contextlib.contextmanager
-def forced(device: str, problem, path: str) -> Iterator[None]:
-    """While it lasts, plans for exactly this problem take `path` where its kernel takes the problem."""
-    before, _ = active()
-    _set(to_text([entry(device, problem, problem.m, problem.m, path)]))
-    try:
-        yield
-    finally:
-        _set(before or None)
 
 
 def choose(times: Times) -> str:
@@ -156,8 +101,6 @@ def parse_tokens(text: str) -> list[int]:
 
 
 def _measure_all(shapes, tokens, seconds, rounds, device) -> list[Times]:
-    from .timing import Problem, Weights, measure
-
     start, results = time.time(), []
     for n, k in shapes:
         weights = Weights(n, k, torch.bfloat16, device)
@@ -194,7 +137,7 @@ def _tune(arguments) -> int:
     if arguments.config:
         shapes = shapes_of_config(arguments.config)
     tokens = parse_tokens(arguments.m) if arguments.m else list(DEFAULT_TOKENS)
-    _set(None)  # what is measured against is the built-in choice
+    activate(None)  # what is measured against is the built-in choice
     results = _measure_all(shapes, tokens, arguments.seconds, arguments.rounds, device)
     if not results:
         print("nybble tune: nothing was measured", file=sys.stderr)
@@ -206,7 +149,7 @@ def _tune(arguments) -> int:
         for t in results
     ]
     text = to_text(lines, measured)
-    _set(text)  # refused here, not at the user's next start, if it were wrong
+    activate(text)  # refused here, not at the user's next start, if it were wrong
     out = arguments.out or default_file(name)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")

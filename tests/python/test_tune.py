@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import nybble
-from nybble import tune
+from nybble import tune, tune_table
 from nybble.timing import Problem, Times
 
 CARD = "A card"
@@ -52,7 +52,7 @@ def test_shapes_and_directions_get_lines_of_their_own_and_the_library_takes_them
     ]
     lines = tune.entries_of(CARD, results)
     assert len(lines) == 4 and all((line["m_min"], line["m_max"]) == (1, 5) for line in lines)
-    tune._set(tune.to_text(lines, [dict(us={"row": 1.0})]))
+    tune.activate(tune.to_text(lines, [dict(us={"row": 1.0})]))
     assert [json.loads(tune.active()[0])["entries"][i]["n"] for i in range(4)] == [256, 512, 256, 512]
 
 
@@ -77,7 +77,7 @@ def test_use_makes_a_file_active_and_none_forgets_it(tmp_path):
     ],
 )
 def test_a_bad_file_is_a_value_error_and_the_table_before_stays(tmp_path, text, message):
-    tune._set(tune.to_text([tune.entry(CARD, Problem(256, 128, 5, "forward"), 5, 8, "row")]))
+    tune.activate(tune.to_text([tune.entry(CARD, Problem(256, 128, 5, "forward"), 5, 8, "row")]))
     before = tune.active()
     (tmp_path / "bad.json").write_text(text)
     with pytest.raises(ValueError, match=message):
@@ -88,9 +88,12 @@ def test_a_bad_file_is_a_value_error_and_the_table_before_stays(tmp_path, text, 
 
 
 def test_forced_restores_the_table_before_also_after_an_error():
-    tune._set(tune.to_text([tune.entry(CARD, Problem(256, 128, 5, "forward"), 5, 8, "row")]))
+    tune.activate(tune.to_text([tune.entry(CARD, Problem(256, 128, 5, "forward"), 5, 8, "row")]))
     before = tune.active()
-    with pytest.raises(RuntimeError, match="inside"), tune.forced(CARD, Problem(8, 8, 8, "grad_input"), "portable"):
+    with (
+        pytest.raises(RuntimeError, match="inside"),
+        tune_table.forced(CARD, Problem(8, 8, 8, "grad_input"), "portable"),
+    ):
         assert tune.active() != before
         raise RuntimeError("inside")
     assert tune.active() == before
@@ -146,7 +149,7 @@ def test_a_table_decides_on_the_card_it_names_and_changes_no_result_there(tmp_pa
     weights = Weights(512, 512, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
     x = torch.randn(4, 512, device="cuda", dtype=torch.bfloat16)
     for path in ("portable", "dequant"):
-        with tune.forced(card, Problem(512, 512, 4, "forward"), path):
+        with tune_table.forced(card, Problem(512, 512, 4, "forward"), path):
             nybble.reset_path_counters()
             result = weights.multiply(x, 0, "forward", "auto")
             assert nybble.path_counters()[path]["forward"] == 1
