@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from .forecast import Plan, plan_training
+from .forecast import plan_training
+from .report import Plan
 
 __all__ = ["Plan", "plan_training"]

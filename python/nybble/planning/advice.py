@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from . import speed as speeds
+from .planner import Planner, Run
+from .report import Plan
 from .trace import Trace
-
-if TYPE_CHECKING:
-    from .forecast import Plan, Planner, Run
 
 GIB = 1 << 30
 _LEAST_ROW = 16  # tokens

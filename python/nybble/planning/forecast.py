@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 
 import torch
@@ -10,96 +9,13 @@ import torch
 from . import source as sources
 from . import speed as speeds
 from .advice import advise
-from .machine import Machine, card, machine_of
-from .memory import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_BEFORE, OPTIMISERS, Memory, simulate
-from .trace import Step, Trace, record
-from .workspace import multiply_workspace
+from .machine import machine_of
+from .memory import OPTIMISERS
+from .planner import Planner, Run
+from .report import Plan
+from .trace import Step
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A run to plan. tokens: of one batch. accumulate: batches per step of the optimiser."""
-
-    step: Step
-    window: int = 2
-    optimiser: str = "adamw"
-    accumulate: int = 1
-
-    def replaced(self, **changes) -> Run:
-        step = {k: changes.pop(k) for k in list(changes) if k in Step.__dataclass_fields__}
-        return dataclasses.replace(self, step=dataclasses.replace(self.step, **step), **changes)
-
-
-@dataclasses.dataclass
-class Plan:
-    """What nybble.plan_training returns. Bytes and seconds; str() is the table, as_dict() the same for programs."""
-
-    source: sources.ModelSource
-    run: Run
-    machine: Machine
-    memory: Memory
-    resident: Memory
-    speed: speeds.Speed
-    host_pageable: int
-    advice: list[str]
-
-    @property
-    def device_bytes(self) -> int:
-        """What the run needs of the card at its peak."""
-        return self.memory.reserved + self.machine.context_bytes
-
-    @property
-    def fits(self) -> bool | None:
-        """None: no size of a card was given."""
-        return None if self.machine.gpu_bytes is None else self.device_bytes <= self.machine.gpu_bytes
-
-    def as_dict(self) -> dict:
-        from .report import as_dict
-
-        return as_dict(self)
-
-    def __str__(self) -> str:
-        from .report import table
-
-        return table(self)
-
-
-class Planner:
-    """One model, any number of runs: what advise() varies."""
-
-    def __init__(self, source: sources.ModelSource):
-        self.source = source
-        self.device = device = card()
-        before = device is not None and torch.cuda.get_device_capability(device)[0] < 9
-        self.cublas = CUBLAS_WORKSPACE_BEFORE if before else CUBLAS_WORKSPACE
-        self.traces: dict[Step, Trace] = {}
-
-    def trace(self, step: Step) -> Trace:
-        if step not in self.traces:
-            self.traces[step] = record(self.source, step, multiply_workspace(self.device, self.source.compute_dtype))
-        return self.traces[step]
-
-    def counted(self, run: Run) -> Step:
-        """The step to trace: with accumulation, one that finds gradients of the batch before."""
-        return dataclasses.replace(run.step, holds_gradients=run.accumulate > 1)
-
-    def play(self, run: Run, trace: Trace, resident: bool = False) -> Memory:
-        return simulate(
-            self.source,
-            trace,
-            window=run.window,
-            tokens=run.step.tokens,
-            optimiser=run.optimiser,
-            element=run.step.adapter_dtype.itemsize,
-            holds_gradients=run.accumulate > 1,
-            workspace=self.cublas,
-            resident=resident,
-        )
-
-    def memory(self, run: Run, resident: bool = False) -> Memory:
-        return self.play(run, self.trace(self.counted(run)), resident)
 
 
 def _keep(activations: str | int, layers: int) -> int:

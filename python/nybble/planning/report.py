@@ -1,14 +1,46 @@
-"""A plan as a table and as JSON."""
+"""A plan, as a table and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .forecast import Plan
+from .machine import Machine
+from .memory import Memory
+from .planner import Run
+from .source import ModelSource
+from .speed import Speed
 
 MIB, GIB = 1 << 20, 1 << 30
+
+
+@dataclasses.dataclass
+class Plan:
+    """What nybble.plan_training returns. Bytes and seconds; str() is the table, as_dict() the same for programs."""
+
+    source: ModelSource
+    run: Run
+    machine: Machine
+    memory: Memory
+    resident: Memory
+    speed: Speed
+    host_pageable: int
+    advice: list[str]
+
+    @property
+    def device_bytes(self) -> int:
+        """What the run needs of the card at its peak."""
+        return self.memory.reserved + self.machine.context_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """None: no size of a card was given."""
+        return None if self.machine.gpu_bytes is None else self.device_bytes <= self.machine.gpu_bytes
+
+    def as_dict(self) -> dict:
+        return as_dict(self)
+
+    def __str__(self) -> str:
+        return table(self)
 
 
 def as_dict(plan: Plan) -> dict:
