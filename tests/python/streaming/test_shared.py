@@ -4,30 +4,53 @@ import concurrent.futures
 import json
 import pathlib
 import shutil
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from tiny_models import LAYERS, Store, assert_equal, checkpointed, resident_model, step, streamed_model, with_adapters
 
+import nybble
 from nybble.streaming import model, sharing
 
-SCRIPT = pathlib.Path(__file__).with_name("shared_rank.py")
+
+def shared_memory() -> list[list[str]]:
+    """The lines of this process's map that are a host arena's."""
+    maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    return [line.split() for line in maps if "memfd:nybble" in line]
 
 
-def run(folder: pathlib.Path, *stores: Store) -> list[dict]:
-    """What two ranks found, rank r with stores[r]."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", SCRIPT, str(rank), "2", folder, str(stores[0].device), *stores]
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        assert rank.wait(timeout=550) == 0
+def process(rank: int, folder: pathlib.Path, store: str, device: str) -> None:
+    """One of two ranks: streams with a shared arena and writes what it found."""
+    torch.set_num_threads(1)
+    before = shared_memory()  # a fork has its parent's
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    own = Store(store)
+    own.device = torch.device(device)
+    streamed = checkpointed(with_adapters(streamed_model(own, share=True, poison=True, land_at_wait=True)))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        torch.save(step(streamed), folder / f"gradients-{rank}.pt")
+    mapped = [line for line in shared_memory() if line not in before]
+    result = {
+        "files": sorted({fields[4] for fields in mapped}),
+        "ranges": len(mapped),
+        "host_bytes": nybble.memory_stats(streamed)["host_bytes"],
+        "keys": len(streamed.get_base_model().state_dict()),
+    }
+    (folder / f"result-{rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(folder: pathlib.Path, store: Store) -> list[dict]:
+    """What each of two ranks found."""
+    # A fork has everything imported already; where there is a GPU it may not be used any more after one.
+    method = "spawn" if torch.cuda.is_available() else "fork"
+    torch.multiprocessing.start_processes(
+        process, (folder, str(store), str(store.device)), nprocs=2, daemon=True, start_method=method
+    )
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(2)]
 
 
