@@ -65,13 +65,13 @@ struct Copier {
 
   __device__ __forceinline__ void run() {
     constexpr int kFirstSlots = L::PERMUTE_HERE ? 1 : L::X_SLOTS < 4 ? L::X_SLOTS : 4;
-    if constexpr (!L::PERMUTED_BEFORE) wait_for_previous_grids();
     load_unit();
     if constexpr (!L::PERMUTED_BEFORE) {
+      wait_for_previous_grids();
       for (int i = 0; i < kFirstSlots; i++) load_x();
     }
     for (int i = 1; i < L::STAGES && unit < end; i++) load_unit();
-    wait_for_previous_grids();  // the permuted x
+    if constexpr (L::PERMUTED_BEFORE) wait_for_previous_grids();  // the permuted x
     while (unit < end || x_unit < end) {
       if (x_unit < end && barrier_test(s.empty_x(slot.slot), slot.parity)) load_x();
       if (unit < end && barrier_test(s.empty_stage(stage.slot), stage.parity)) load_unit();

@@ -16,9 +16,9 @@
 // blocks and x is permuted to match. grad_x: the two nibbles of a byte are rows g and g + 8 of the m64 tile, each byte of a word its own
 // tile.
 //
-// Order between launches: activations are read, and anything is written, only after all earlier kernels are complete. permute_rows lets the
-// multiply start at once, so that it reads the weight meanwhile: only kernels of the multiply let others start early, and they write
-// outputs and workspace; every other kernel is complete before the first multiply behind it starts.
+// Order between launches: activations are read, and anything is written, only after all earlier kernels are complete. The weight is read
+// before: only kernels of the multiply let others start early, and they write outputs and workspace; every other kernel is complete before
+// the first multiply behind it starts.
 //
 // What bounds it on an H200: decoding, not memory. Per unit and SM at 8 tokens about 3000 clocks forward (ALU and shared memory carry 2100
 // each) and 3450 for grad_x (shared memory); reading 32 KB from DRAM takes about 2000.

@@ -43,7 +43,6 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
     return;
   }
   fill_byte_table(s.table, p.values, thread);
-  if constexpr (!L::PERMUTED_BEFORE) wait_for_previous_grids();
   const ScaleReader<L> scales(p, s, thread);
   named_barrier(kAllBarrier, kThreads);
   raise_register_limit<kConsumerRegisters>();
@@ -57,8 +56,11 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
 template <typename T>
 constexpr CUtensorMapDataType kMapType = __is_same(T, __half) ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 
+constexpr int kManyCtas = 128;  // of 132 SMs
+
 struct Grid {
-  int blocks, threads;
+  dim3 blocks;
+  int threads;
   uint32_t shared_bytes;
 };
 
@@ -67,7 +69,7 @@ template <typename... Parameters, typename... Arguments>
 void enqueue(const Launch& l, const Grid& grid, void (*kernel)(Parameters...), Arguments&&... arguments) {
   cudaLaunchAttribute attribute = overlap_attribute();
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
+  config.gridDim = grid.blocks;
   config.blockDim = dim3(static_cast<unsigned>(grid.threads));
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = l.stream;
@@ -118,6 +120,14 @@ Params make_params(const Launch& l, int groups, bool permute_here, bool permuted
   return p;
 }
 
+// x: parts of tiles, y: token groups. Where the multiply takes (nearly) all SMs and a few rounds do, no more blocks than fit beside its
+// CTAs, one an SM: all of them are there when it ends, and the next launch's CTAs need not wait until they have gone.
+inline dim3 sum_blocks(const Work& w, int groups) {
+  const int blocks = w.tiles * kConsumerWarps * 32 / kSumThreads;
+  const bool fit_beside = w.ctas > kManyCtas && 2 * blocks * groups <= 7 * w.ctas;
+  return dim3(fit_beside ? std::min(blocks, std::max(1, w.ctas / groups)) : blocks, groups);
+}
+
 // In order: permute x, for more than 32 tokens forward; multiply; add the partial sums.
 template <typename T, Direction DIRECTION, int GROUPS>
 void launch_sized(const Launch& l) {
@@ -129,12 +139,11 @@ void launch_sized(const Launch& l) {
   if constexpr (L::PERMUTED_BEFORE) {
     const int vectors = p.k / 8, count = p.m * vectors;  // 16 bytes each
     const int64_t stride = l.problem.m == 1 || l.args.in_row_stride == 0 ? p.k : l.args.in_row_stride;
-    enqueue(l, {(count + kPermuteThreads - 1) / kPermuteThreads, kPermuteThreads, 0}, permute_rows, static_cast<const uint4*>(l.args.in),
-            stride / 8, vectors, static_cast<uint32_t*>(l.args.workspace), count);
+    enqueue(l, {dim3((count + kPermuteThreads - 1) / kPermuteThreads), kPermuteThreads, 0}, permute_rows,
+            static_cast<const uint4*>(l.args.in), stride / 8, vectors, static_cast<uint32_t*>(l.args.workspace), count);
   }
-  enqueue(l, {p.work.ctas, kThreads, L::SHARED_BYTES}, kernel, p);
-  const int warps = p.work.tiles * kConsumerWarps * ((p.m + 7) / 8);
-  enqueue(l, {(warps * 32 + kSumThreads - 1) / kSumThreads, kSumThreads, 0}, sum_partials<T, L>, p);
+  enqueue(l, {dim3(p.work.ctas), kThreads, L::SHARED_BYTES}, kernel, p);
+  enqueue(l, {sum_blocks(p.work, (p.m + 7) / 8), kSumThreads, 0}, sum_partials<T, L>, p);
 }
 
 template <typename T, Direction DIRECTION>

@@ -1,6 +1,7 @@
 // Adding the partial sums of a tile, and the small kernels around the multiply.
 #pragma once
 
+#include "linear/piece_sum.cuh"
 #include "linear/small_m_kernel.cuh"
 
 namespace nybble::small_m {
@@ -43,40 +44,48 @@ __device__ __forceinline__ void store_grad(const Params& p, int column, int toke
   if (token + 1 < p.m) to[p.k >> 1] = pack_pair<T>(v.y, v.w);
 }
 
-// Sixteen rows of a tile (part of 16: what one warp summed), one token group, in ascending order of the CTAs.
+// What a warp adds: sixteen rows of a tile (part of 16: what one warp of the multiply summed), one token group, in ascending order of the
+// CTAs.
 template <typename T, typename L>
-__device__ __forceinline__ void sum_part(const Params& p, int tile, int part, int group, int lane) {
-  const int begin = first_cta(p.work, tile), end = last_cta(p.work, tile);
-  constexpr uint32_t kSlot = kConsumerWarps * L::GROUPS * 32;  // float4
-  const float4* from = reinterpret_cast<const float4*>(p.partials) + static_cast<size_t>(slot_of_piece(begin, tile)) * kSlot +
-                       (part * L::GROUPS + group) * 32 + lane;
-  [[maybe_unused]] const float4* const first_piece = from;
-  if (NYBBLE_FAULT(kArrivalOrder)) from += NYBBLE_ANY_OF(end - begin + 1) * kSlot;
-  float4 sum = __ldcg(from);
-#pragma unroll 4
-  for (int cta = begin + 1; cta <= end; cta++) {
-    from += kSlot;
-    if (NYBBLE_FAULT(kArrivalOrder) && from - first_piece > (end - begin) * static_cast<int>(kSlot)) from -= (end - begin + 1) * kSlot;
-    const float4 v = __ldcg(from);
-    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-  }
-  const int g = lane >> 2, token = group * 8 + 2 * (lane & 3);
-  if constexpr (L::FORWARD) {
-    store_y<T>(p, tile * kUnit + part * 16 + g, token, sum);
-  } else {
-    store_grad<T>(p, tile * kUnit + (part / L::TOGETHER * 8 * L::TOGETHER + g * L::TOGETHER + part % L::TOGETHER) * 2, token, sum);
-  }
-}
+struct PartSum {
+  static constexpr uint32_t kSlot = kConsumerWarps * L::GROUPS * 32;  // float4
+  int tile, part, pieces;
+  const float4* from;
 
-// Behind the multiply. A warp adds one part of a tile for one token group.
+  __device__ __forceinline__ PartSum(const Params& p, int index, int group, int lane)
+      : tile(index / kConsumerWarps), part(index % kConsumerWarps) {
+    const int begin = first_cta(p.work, tile);
+    pieces = last_cta(p.work, tile) - begin + 1;
+    from = reinterpret_cast<const float4*>(p.partials) + static_cast<size_t>(slot_of_piece(begin, tile)) * kSlot +
+           (part * L::GROUPS + group) * 32 + lane;
+  }
+  __device__ __forceinline__ void store(const Params& p, int group, int lane) const {
+    const int start = NYBBLE_ANY_OF(pieces);
+    const auto piece = [&](int i) { return from + (NYBBLE_FAULT(kArrivalOrder) ? (start + i) % pieces : i) * kSlot; };
+    const float4 sum = sum_pieces<4>(pieces, piece);
+    const int g = lane >> 2, token = group * 8 + 2 * (lane & 3);
+    if constexpr (L::FORWARD) {
+      store_y<T>(p, tile * kUnit + part * 16 + g, token, sum);
+    } else {
+      store_grad<T>(p, tile * kUnit + (part / L::TOGETHER * 8 * L::TOGETHER + g * L::TOGETHER + part % L::TOGETHER) * 2, token, sum);
+    }
+  }
+};
+
+// Behind the multiply; blockIdx.y: token group. Addresses are made while the multiply runs.
 template <typename T, typename L>
 __global__ void __launch_bounds__(kSumThreads, 16) sum_partials(const __grid_constant__ Params p) {
   allow_next_grid();
-  const int groups = (p.m + 7) >> 3, warp = (static_cast<int>(blockIdx.x) * kSumThreads + static_cast<int>(threadIdx.x)) >> 5;
-  const int part = warp / groups;
+  const int lane = static_cast<int>(threadIdx.x & 31), group = static_cast<int>(blockIdx.y);
+  const int count = p.work.tiles * kConsumerWarps, step = static_cast<int>(gridDim.x) * (kSumThreads / 32);
+  int index = static_cast<int>(blockIdx.x) * (kSumThreads / 32) + static_cast<int>(threadIdx.x >> 5);
+  PartSum<T, L> sum(p, min(index, count - 1), group, lane);
   wait_for_previous_grids();
-  if (part >= p.work.tiles * kConsumerWarps) return;
-  sum_part<T, L>(p, part / kConsumerWarps, part % kConsumerWarps, warp - part * groups, static_cast<int>(threadIdx.x & 31));
+  while (index < count) {
+    sum.store(p, group, lane);
+    index += step;
+    if (index < count) sum = PartSum<T, L>(p, index, group, lane);
+  }
 }
 
 // x -> [m][k] in the order in which the k16 steps of ForwardConsumer take it: within 256, step j takes 2-element words h of blocks t,
