@@ -24,6 +24,7 @@
 #include "device/fault.h"
 #include "device/mma.cuh"
 #include "device/pair_table.cuh"
+#include "linear/piece_sum.cuh"
 #include "linear/strip_params.h"
 
 namespace nybble::small_m::strip {
@@ -46,7 +47,7 @@ __device__ __forceinline__ T rounded(float v) {
   return result;
 }
 
-// What the tables take from memory, asked for before anything else.
+// What the tables take from memory.
 struct TableValues {
   float code_value, offset;
 
@@ -55,12 +56,14 @@ struct TableValues {
 };
 static_assert(kThreads >= 256);
 
-// By all threads; a barrier must follow.
-__device__ __forceinline__ void fill_tables(const Params& p, const TableValues& v, uint8_t* table, int thread) {
+// By all threads, one after the other; a barrier must follow.
+__device__ __forceinline__ void stage_values(const Params& p, uint8_t* table, int thread) {
+  if (thread < 16) reinterpret_cast<float*>(table + kPairTableBytes)[256 + thread] = p.values[thread];
+}
+__device__ __forceinline__ void fill_tables(const TableValues& v, uint8_t* table, int thread) {
   float* const code_values = reinterpret_cast<float*>(table + kPairTableBytes);
-  if (thread < 16) code_values[256 + thread] = p.values[thread];
   __syncthreads();
-  fill_pair_table(table, code_values + 256, thread, kThreads);
+  fill_pair_table(table, code_values + 256, thread % kThreads, kThreads);
   if (thread < 256) code_values[thread] = v.code_value;
 }
 
@@ -91,6 +94,16 @@ __device__ __forceinline__ int stages_ahead() { return NYBBLE_FAULT(kReleasedEar
 // x of one slice, of the tokens of a thread; zeros beyond m.
 struct Activation {
   uint4 words[8] = {};  // of token g: word w holds elements 8 w .. of the thread's block
+
+  // One token of a warp's first slice straight from memory, while all stages hold packed bytes. Of more tokens it would read every sector
+  // twice, and L2 is what limits then.
+  __device__ __forceinline__ void load(const Params& p, int slice, int lane) {
+    const int token = lane >> 2;
+    if (token >= p.m) return;
+    const uint8_t* from = static_cast<const uint8_t*>(p.x) + (token * p.x_stride + slice * kSliceColumns + (lane & 3) * 64) * 2;
+#pragma unroll
+    for (int w = 0; w < 8; w++) words[w] = __ldcg(reinterpret_cast<const uint4*>(from) + w);
+  }
 
   // Part i: tokens 4 i .. 4 i + 3, a row of 512 bytes each. Chunk c of 16 bytes of row r lies at c ^ (c >> 3 | (r & 1) << 2): no bank
   // conflicts when it is written and read.
@@ -133,7 +146,7 @@ struct Fetcher {
       if (group >= end) return;
       part = part_of(p.work, warp, round, group, min(group + p.work.group, end));
       part.slice += first_slice;
-      left = items_of(part);
+      left = items_of(p.work, part);
     } while (left == 0);
     const int lane = static_cast<int>(threadIdx.x & 31);
     const int64_t row = static_cast<int64_t>(first + part.low) * kStripRows + (lane >> 3);
@@ -174,7 +187,7 @@ struct GroupScales {
     if (slices % 4 == 0 && (reinterpret_cast<uintptr_t>(from) & 15) == 0) {
       const int vectors = slices >> 2;
       for (int i = thread; i < rows * vectors; i += kThreads) {
-        const int r = i / vectors, c = i - r * vectors;
+        const int r = p.work.by_code_vectors.quotient(i), c = i - r * vectors;
         copy_async_fill_16b(codes + r * code_row_words(slices) * 4 + c * 16, from + static_cast<int64_t>(r) * (p.k >> 6) + c * 16, 16);
       }
     } else {
@@ -267,6 +280,12 @@ __device__ __forceinline__ void multiply_item(const Params& p, const Activation&
   half.template operator()<1>();
 }
 
+// A thread's sums of so many strips.
+__device__ __forceinline__ void clear_sums(uint32_t own_sums, int strips) {
+#pragma unroll 1
+  for (int i = 0; i < strips; i++) store_shared_u128(own_sums + i * 512, 0, 0, 0, 0);
+}
+
 // By all threads: sums of the warps -> y, or the partial sums of a range, for the strips of a group. sums: float4
 // [warp][group][lane].
 template <typename T>
@@ -297,14 +316,13 @@ __device__ __forceinline__ void store_group(const Params& p, const float4* sums,
   }
 }
 
-// The first x of a warp, in the stages from `free` on.
-__device__ __forceinline__ void read_first_x(const Params& p, int x_parts, const Part& part, const Ring<kItemBytes>& ring, int free,
-                                             int lane, Activation& x) {
-  for (int i = 0; i < x_parts; i++) Activation::fetch(p, part.slice, i, ring.stage(free + i), lane);
+// The first x of a warp, in the last stages of its ring.
+__device__ __forceinline__ void read_first_x(const Params& p, int slice, const Ring<kItemBytes>& ring, int lane, Activation& x) {
+  for (int part = 0; part * kStageTokens < p.m; part++) Activation::fetch(p, slice, part, ring.stage(kStages - 1 - part), lane);
   commit_copies();
   wait_copies<0>();
   __syncwarp();
-  for (int i = 0; i < x_parts; i++) x.read(p.m, i, ring.stage(free + i), lane);
+  for (int part = 0; part * kStageTokens < p.m; part++) x.read(p.m, part, ring.stage(kStages - 1 - part), lane);
   __syncwarp();
 }
 
@@ -313,8 +331,9 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
   extern __shared__ __align__(128) uint8_t shared[];
   const int thread = static_cast<int>(threadIdx.x), lane = thread & 31, warp = __shfl_sync(~0u, thread >> 5, 0);
   const Work& work = p.work;
-  const int range = static_cast<int>(blockIdx.x) % work.ranges, first_slice = range * work.slices;
-  const int first = static_cast<int>(blockIdx.x) / work.ranges * work.strips_of_cta, end = min(work.strips_of_cta, work.strips - first);
+  const int cta = static_cast<int>(blockIdx.x), range = cta & (work.ranges - 1), first_slice = range * work.slices;
+  const int first = (cta >> work.range_bits) * work.strips_of_cta, end = min(work.strips_of_cta, work.strips - first);
+  if (smem_address(shared) > kSharedStart) __trap();
   uint8_t* const table = pair_table(shared);
   float4* const sums = reinterpret_cast<float4*>(table + (kGroupsAt - kPairTableAddress));
   const uint32_t own_sums = kGroupsAt + (warp * work.group * 32 + lane) * 16;
@@ -323,29 +342,34 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
   Ring<kItemBytes> ring{kRings + warp * kStages * kItemBytes};
   allow_next_grid();
 
-  const TableValues table_values(p, thread);
-  scales.fetch(p, first, min(work.group, end), first_slice, thread);
+  // What reads the weight, first what takes longest.
   Fetcher ahead(p, warp, first, end, first_slice, lane);
   const Part first_part = ahead.part;
   const bool busy = ahead.left > 0;
-  const int early = kStages - ahead.x_parts;  // stages that need not wait for the grids before; the others take the first x before
-  for (int i = 0; i < early; i++) ahead.fetch(ring.stage(i), lane);
-  fill_tables(p, table_values, table, thread);
-  wait_copies<1>();  // the scales have landed
+  ahead.fetch(ring.stage(0), lane);
+  clear_sums(own_sums, min(work.group, end));
+  const TableValues table_values(p, thread);
+  scales.fetch(p, first, min(work.group, end), first_slice, thread);
+  stage_values(p, table, thread);
+  // The other stages need not wait for the grids before, but those that take the first x before.
+  const bool all_early = p.m <= kStageTokens;
+  if (all_early) ahead.fetch(ring.stage(1), lane);
+  fill_tables(table_values, table, thread);
+  all_early ? wait_copies<1>() : wait_copies<0>();  // the scales have landed
   __syncthreads();
   wait_for_previous_grids();
   Activation x;
-  if (busy) read_first_x(p, ahead.x_parts, first_part, ring, early, lane, x);
-  for (int i = early; i < stages_ahead(); i++) ahead.fetch(ring.stage(i), lane);
+  if (busy) p.m == 1 ? x.load(p, first_part.slice, lane) : read_first_x(p, first_part.slice, ring, lane, x);
+  for (int i = p.m <= kStageTokens ? 2 : 1; i < stages_ahead(); i++) ahead.fetch(ring.stage(i), lane);
   const float offset = table_values.offset;
 
   int x_left = 0;
   for (int group = 0; group < end; group += work.group) {
     const int count = min(work.group, end - group);
-    for (int i = 0; i < count; i++) store_shared_u128(own_sums + i * 512, 0, 0, 0, 0);
+    if (group > 0) clear_sums(own_sums, count);
     for (int round = 0; round < rounds(work); round++) {
       const Part part = part_of(work, warp, round, group, group + count);
-      int left = items_of(part);
+      int left = items_of(work, part);
       if (left == 0) continue;
       ScaleReader reader(scales, work, part, group, lane);
       uint32_t to = own_sums + (part.low - group) * 512;
@@ -393,11 +417,7 @@ __global__ void __launch_bounds__(kSumThreads) add_ranges(const __grid_constant_
     const int range = NYBBLE_FAULT(kArrivalOrder) ? (start + i) % p.work.ranges : i;
     return reinterpret_cast<const float4*>(p.partials + range * count + at);
   };
-  float4 v = __ldcg(from(0));
-  for (int i = 1; i < p.work.ranges; i++) {
-    const float4 next = __ldcg(from(i));
-    v.x += next.x, v.y += next.y, v.z += next.z, v.w += next.w;
-  }
+  float4 v = sum_pieces<2>(p.work.ranges, from);
   if (p.bias) {
     const T* bias = static_cast<const T*>(p.bias) + at % p.n;
     v.x += static_cast<float>(bias[0]), v.y += static_cast<float>(bias[1]), v.z += static_cast<float>(bias[2]);

@@ -19,18 +19,16 @@ constexpr int kItemRows = 16, kScaleBytes = 2 * kItemRows * 4;  // of an item; w
 constexpr int kGradStageBytes = kItemBytes + kScaleBytes, kTiles = 8;
 static_assert(kUnitRows == kWarps * kItemRows);
 
-// Shared memory: pair table, code values and rings as forward, the rings with scales | sums of the warps, kPass tiles at a time.
-constexpr int kPass = 4;
-constexpr uint32_t kGradSums = kRings + kWarps * kStages * kGradStageBytes, kGradSharedBytes = kGradSums + kWarps * kPass * 512;
+// Shared memory: pair table, code values and rings as forward, the rings with scales | half of the sums of the warps.
+constexpr uint32_t kGradSums = kRings + kWarps * kStages * kGradStageBytes, kGradSharedBytes = kGradSums + kWarps * kTiles / 2 * 512;
 static_assert(kGradSharedBytes <= kSm90SharedBytes);
 
 // A warp's place in a run of units.
 struct UnitCursor {
   int band, unit, left;  // unit of the band; of the run
 
-  __device__ __forceinline__ UnitCursor(const Work& w, int64_t first, int64_t end) {
-    band = static_cast<int>(first / w.units), unit = static_cast<int>(first - static_cast<int64_t>(band) * w.units);
-    left = static_cast<int>(end - first);
+  __device__ __forceinline__ UnitCursor(const Work& w, int first, int end) : left(end - first) {
+    band = w.by_units.quotient(first), unit = first - band * w.units;
   }
   __device__ __forceinline__ bool ends_band(const Work& w) const { return unit + 1 == w.units; }
   __device__ __forceinline__ void advance(const Work& w) {
@@ -148,40 +146,55 @@ __device__ __forceinline__ void multiply_rows(const Params& p, const uint2& x, u
   }
 }
 
-// By all threads: sums of the warps for a band, kPass tiles at a time -> grad_x, or the partial sums of this CTA. Clears the sums.
+// Where the sums of a warp lie while the warps are added: tiles of 512 bytes, [token][8 pairs of columns], a token's pairs staggered
+// against bank conflicts. Half of the tiles go to the area of sums, half to the stage that the warp read last.
+struct SumPlace {
+  uint32_t first, warp_step;
+
+  __device__ __forceinline__ SumPlace(int tile, uint32_t stage, int token, int pair) {
+    const bool in_area = tile < kTiles / 2;
+    first = (in_area ? kGradSums : kRings + stage) + tile % (kTiles / 2) * 512 + token * 128 + ((pair ^ 2 * token) << 4);
+    warp_step = in_area ? kTiles / 2 * 512 : kStages * kGradStageBytes;
+  }
+};
+static_assert(kTiles / 2 * 512 <= kGradStageBytes);
+
+// By all threads: sums of the warps for a band -> grad_x, or the partial sums of this CTA. Clears the sums. stage: what all warps read
+// last, from the begin of their rings; free again when this returns if `more` is to come.
 template <typename T>
-__device__ __forceinline__ void store_band(const Params& p, float (&sums)[kTiles][4], float4* area, int band, float* partials, int thread) {
+__device__ __forceinline__ void store_band(const Params& p, float (&sums)[kTiles][4], uint32_t stage, int band, float* partials, bool more,
+                                           int thread) {
   const int lane = thread & 31, warp = thread >> 5;
+  __syncwarp();  // all lanes have read the stage
 #pragma unroll
-  for (int first = 0; first < kTiles; first += kPass) {
-    __syncthreads();  // the pass before has been read
-#pragma unroll
-    for (int i = 0; i < kPass; i++) {
-      float(&v)[4] = sums[first + i];
-      area[(warp * kPass + i) * 32 + lane] = make_float4(v[0], v[1], v[2], v[3]);
-      v[0] = v[1] = v[2] = v[3] = 0.f;
+  for (int tile = 0; tile < kTiles; tile++) {
+    const SumPlace place(tile, stage, lane & 3, lane >> 2);
+    float(&v)[4] = sums[tile];
+    if ((lane & 3) < p.m) {
+      store_shared_u128(place.first + warp * place.warp_step, __float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                        __float_as_uint(v[3]));
     }
-    if (!NYBBLE_FAULT(kSumsNotAwaited)) __syncthreads();
-    if (warp >= kPass) continue;
-    float4 v = area[thread];
+    v[0] = v[1] = v[2] = v[3] = 0.f;
+  }
+  if (!NYBBLE_FAULT(kSumsNotAwaited)) __syncthreads();
+  const int tile = warp >> 1, token = (warp & 1) * 2 + (lane >> 4), pair = lane >> 1 & 7, half = lane & 1;  // columns, or those 16 further
+  if (token < p.m) {
+    const SumPlace place(tile, stage, token, pair);
+    float2 v{0.f, 0.f};
 #pragma unroll
-    for (int other = 1; other < kWarps; other++) {
-      const float4 next = area[other * kPass * 32 + thread];
-      v.x += next.x, v.y += next.y, v.z += next.z, v.w += next.w;
+    for (int other = 0; other < kWarps; other++) {
+      const uint2 next = load_shared_u64(place.first + half * 8 + other * place.warp_step);
+      v.x += __uint_as_float(next.x), v.y += __uint_as_float(next.y);
     }
-    const int tile = first + warp, token = lane & 3;
-    if (token >= p.m) continue;
-    const int column = (lane >> 2) * 32 + (tile >> 2) * 8 + (tile & 3) * 2;
+    const int column = pair * 32 + (tile >> 2) * 8 + (tile & 3) * 2 + half * 16;
     if (partials) {
-      float* to = partials + token * kSliceColumns + column;
-      *reinterpret_cast<float2*>(to) = {v.x, v.y};
-      *reinterpret_cast<float2*>(to + 16) = {v.z, v.w};
+      *reinterpret_cast<float2*>(partials + token * kSliceColumns + column) = v;
     } else {
       T* to = static_cast<T*>(p.out) + static_cast<int64_t>(token) * p.k + band * kSliceColumns + column;
       *reinterpret_cast<uint32_t*>(to) = pack_pair<T>(v.x, v.y);
-      *reinterpret_cast<uint32_t*>(to + 16) = pack_pair<T>(v.z, v.w);
     }
   }
+  if (more) __syncthreads();
 }
 
 template <typename T>
@@ -191,14 +204,14 @@ __global__ void __launch_bounds__(kThreads, 1) multiply_grad(const __grid_consta
   const Work& work = p.work;
   const int cta = static_cast<int>(blockIdx.x);
   uint8_t* const table = pair_table(shared);
-  float4* const area = reinterpret_cast<float4*>(table + (kGradSums - kPairTableAddress));
   Ring<kGradStageBytes> ring(kRings + warp * kStages * kGradStageBytes);
   allow_next_grid();
-  const TableValues table_values(p, thread);
   UnitCursor at(work, first_unit(work, cta), first_unit(work, cta + 1));
   RowFetcher ahead(p, warp, at, lane);
   for (int i = 0; i < stages_ahead(); i++) ahead.fetch(ring.stage(i), lane);
-  fill_tables(p, table_values, table, thread);
+  const TableValues table_values(p, thread);
+  stage_values(p, table, thread);
+  fill_tables(table_values, table, thread);
   const float offset = table_values.offset;
   __syncthreads();
   wait_for_previous_grids();
@@ -221,7 +234,7 @@ __global__ void __launch_bounds__(kThreads, 1) multiply_grad(const __grid_consta
     ring.advance();
     if (!ends_band && at.left > 0) continue;
     float* const partials = whole && ends_band ? nullptr : p.partials + static_cast<int64_t>(cta + band) * p.m * kSliceColumns;
-    store_band<T>(p, sums, area, band, partials, thread);
+    store_band<T>(p, sums, ring.write - ring.base, band, partials, at.left > 0, thread);
     whole = true;
   }
 }
@@ -230,24 +243,17 @@ __global__ void __launch_bounds__(kThreads, 1) multiply_grad(const __grid_consta
 template <typename T>
 __global__ void __launch_bounds__(kSumThreads) add_partials(const __grid_constant__ Params p) {
   allow_next_grid();
-  wait_for_previous_grids();
   const int i = static_cast<int>(blockIdx.x) * kSumThreads + static_cast<int>(threadIdx.x), vectors = p.m * (kSliceColumns / 4);
-  const int band = i / vectors, vector = i - band * vectors;
-  if (band >= p.work.bands) return;
-  const int64_t first = static_cast<int64_t>(band) * p.work.units;
-  const int low = cta_of_unit(p.work, first), high = cta_of_unit(p.work, first + p.work.units - 1);
-  if (low == high) return;
-  const int pieces = high - low + 1, start = NYBBLE_ANY_OF(pieces);
+  const int band = i / vectors, vector = i - band * vectors, first = band * p.work.units;
+  const int low = cta_of_unit(p.work, first), pieces = cta_of_unit(p.work, first + p.work.units - 1) - low + 1;
+  const int start = NYBBLE_ANY_OF(pieces);
+  wait_for_previous_grids();
+  if (band >= p.work.bands || pieces == 1) return;
   const auto from = [&](int i) {
     const int piece = NYBBLE_FAULT(kArrivalOrder) ? (start + i) % pieces : i;
     return reinterpret_cast<const float4*>(p.partials) + static_cast<int64_t>(band + low + piece) * vectors + vector;
   };
-  float4 v = __ldcg(from(0));
-#pragma unroll 8
-  for (int i = 1; i < pieces; i++) {
-    const float4 next = __ldcg(from(i));
-    v.x += next.x, v.y += next.y, v.z += next.z, v.w += next.w;
-  }
+  const float4 v = sum_pieces<8>(pieces, from);
   const int token = vector / (kSliceColumns / 4), column = vector % (kSliceColumns / 4) * 4;
   T* to = static_cast<T*>(p.out) + static_cast<int64_t>(token) * p.k + band * kSliceColumns + column;
   *reinterpret_cast<uint2*>(to) = {pack_pair<T>(v.x, v.y), pack_pair<T>(v.z, v.w)};

@@ -31,7 +31,7 @@ template <typename T>
 void launch_forward(const LinearPlan& plan, const Params& p, const Enqueue& enqueue) {
   static SharedMemoryAllowance allowance;
   allowance.allow(reinterpret_cast<const void*>(multiply<T>), kSm90SharedBytes);
-  enqueue(multiply<T>, plan.grid, kThreads, static_cast<uint32_t>(kGroupsAt + group_bytes(p.work.group, p.work)), p);
+  enqueue(multiply<T>, plan.grid, kThreads, static_cast<uint32_t>(forward_shared_bytes(p.work.group, p.work)), p);
   if (p.work.ranges == 1) return;
   const int64_t vectors = static_cast<int64_t>(p.m) * p.n / 4;
   enqueue(add_ranges<T>, static_cast<int>((vectors + kSumThreads - 1) / kSumThreads), kSumThreads, 0, p);

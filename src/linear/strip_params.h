@@ -13,6 +13,8 @@ constexpr int64_t kMaxTokens = 8, kMaxGradTokens = 4;
 
 // Where the groups' data begin in shared memory: pair table, code values and rings come before (strip.cuh).
 constexpr int kGroupsAt = 2048 + 65536 + 1024 + 128 + kWarps * kStages * kItemBytes;
+constexpr int kSharedStart = 1024;  // address where a CTA's dynamic shared memory starts on sm_90
+constexpr int64_t forward_shared_bytes(int group, const Work& w) { return kGroupsAt - kSharedStart + group_bytes(group, w); }
 
 struct Params : WeightOperand {
   const void* x;     // [m][k], grad_x: [m][n]; rows x_stride elements apart

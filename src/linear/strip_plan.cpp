@@ -30,26 +30,29 @@ Work grad_work(const LinearProblem& p) {
   return w;
 }
 
-// As many for each band where that makes no CTA's run longer: fewer pieces to add.
+// As many for each band where runs become up to 8/7 as long: fewer pieces to add, and neighbouring bands of a row are read at the same
+// time. Otherwise no more CTAs than the longest run makes necessary: the kernel that adds pieces starts on an SM that is left.
 int grad_ctas(const Work& w, int sms) {
   const int64_t total = int64_t{w.bands} * w.units;
   const int ctas = static_cast<int>(std::min<int64_t>(sms, total)), pieces = std::min(ctas / w.bands, w.units);
-  return pieces >= 1 && ceil_div(w.units, pieces) <= ceil_div(total, ctas) ? w.bands * pieces : ctas;
+  const int run = ceil_div(total, ctas);
+  return pieces >= 1 && 7 * ceil_div(w.units, pieces) <= 8 * run ? w.bands * pieces : ceil_div(total, run);
 }
 
 // Strips at once: as many as shared memory has room for, fewer where that shares slices more evenly among warps. 0: none fits.
-int best_group(const Work& w) {
+int best_group(const Work& of) {
+  const Work w = strip::with_dividers(of);
   int best = 0;
   double least = 0;
   for (int group = 1; group <= w.strips_of_cta; group++) {
-    if (strip::kGroupsAt + strip::group_bytes(group, w) > kSm90SharedBytes) break;
+    if (strip::forward_shared_bytes(group, w) > kSm90SharedBytes) break;
     double cost = 0;
     for (int low = 0; low < w.strips_of_cta; low += group) {
       int busiest = 0;
       for (int warp = 0; warp < strip::kWarps; warp++) {
         int items = 0;
         for (int round = 0; round < strip::rounds(w); round++) {
-          items += strip::items_of(strip::part_of(w, warp, round, low, std::min(low + group, w.strips_of_cta)));
+          items += strip::items_of(w, strip::part_of(w, warp, round, low, std::min(low + group, w.strips_of_cta)));
         }
         busiest = std::max(busiest, items);
       }
@@ -126,7 +129,7 @@ LinearPlan plan_strip(const LinearProblem& p, const DeviceModel& device) {
     Work w = grad_work(p);
     plan.grid = w.ctas = grad_ctas(w, sms);
     for (int band = 0; band < w.bands; band++) {
-      const int64_t first = int64_t{band} * w.units;
+      const int first = band * w.units;
       const int pieces = strip::cta_of_unit(w, first + w.units - 1) - strip::cta_of_unit(w, first) + 1;
       plan.split = std::max(plan.split, pieces);
       plan.split_tiles += pieces > 1;
@@ -144,13 +147,13 @@ small_m::strip::Work small_m::strip::work_of(const LinearProblem& p, const Linea
   if (p.direction == Direction::kGradInput) {
     w = grad_work(p);
     w.ctas = plan.grid;
-    return w;
+    return with_dividers(w);
   }
   w.strips = static_cast<int>(p.n / kStripRows), w.ranges = plan.split;
   w.slices = static_cast<int>(p.k / kSliceColumns) / w.ranges;
   w.strips_of_cta = ceil_div(w.strips, plan.grid / w.ranges);
   w.group = best_group(w);
-  return w;
+  return with_dividers(w);
 }
 
 small_m::strip::Params small_m::strip::make_params(const LinearPlan& plan, const LinearProblem& q, const LinearArgs& args) {

@@ -17,17 +17,47 @@ constexpr int kStripRows = 16, kSliceColumns = 256, kWarps = 16, kStages = 3;
 constexpr int kUnitRows = kWarps * 16;  // grad_x
 constexpr int kItemBytes = kStripRows * kSliceColumns / 2;
 
+// Division by what a launch knows: a product and a shift instead of a chain of some hundred clocks before a CTA's first load.
+struct Divider {
+  uint32_t divisor = 1, factor = 0x80000001u;
+  int shift = 31;
+
+  constexpr Divider() = default;
+  constexpr explicit Divider(int d) : divisor(static_cast<uint32_t>(d)) {  // 1 to 2^30
+    while (uint64_t{1} << (shift - 31) < divisor) shift++;
+    factor = static_cast<uint32_t>((uint64_t{1} << shift) / divisor + 1);
+  }
+  // Of 0 to 2^31 - 1: the factor is above 2^shift / divisor by at most 1, and 2^(shift - 31) is at least the divisor.
+  constexpr int quotient(int n) const { return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(n)) * factor >> shift); }
+  constexpr int remainder(int n) const { return n - quotient(n) * static_cast<int>(divisor); }
+};
+
 struct Work {
   int strips = 0;         // of W
   int slices = 0;         // of a range
-  int ranges = 1;         // of columns, whose sums another kernel adds
+  int ranges = 1;         // of columns, whose sums another kernel adds; a power of two
   int strips_of_cta = 0;  // of the last CTA of a range perhaps fewer
   int group = 0;          // strips at once
   // grad_x
   int bands = 0;  // of 256 columns
   int units = 0;  // of a band, kUnitRows rows each
   int ctas = 1;
+  // Made by with_dividers()
+  int range_bits = 0;                   // log2(ranges)
+  Divider by_sharers, by_code_vectors;  // warps that share a slice; 16 bytes of codes of a row
+  int run = 0, longer_runs = 0;         // units of a CTA, and how many CTAs have one more
+  Divider by_units, by_ctas;
 };
+
+// The same with what follows from it.
+constexpr Work with_dividers(Work w) {
+  while (1 << w.range_bits < w.ranges) w.range_bits++;
+  if (w.slices % kWarps > 0) w.by_sharers = Divider(kWarps / (w.slices % kWarps));
+  if (w.slices >= 4) w.by_code_vectors = Divider(w.slices / 4);
+  const int units = w.bands * w.units;
+  if (units > 0) w.run = units / w.ctas, w.longer_runs = units % w.ctas, w.by_units = Divider(w.units), w.by_ctas = Divider(w.ctas);
+  return w;
+}
 
 constexpr int rounds(const Work& w) { return (w.slices + kWarps - 1) / kWarps; }
 
@@ -39,16 +69,20 @@ struct Part {
 constexpr Part part_of(const Work& w, int warp, int round, int low, int high) {
   const int full = w.slices / kWarps;
   if (round < full) return {round * kWarps + warp, low, high, 1};
-  const int rest = w.slices - full * kWarps, sharers = kWarps / rest, slice = warp / sharers, turn = warp - slice * sharers;
-  if (slice >= rest) return {};
-  return {full * kWarps + slice, low + (turn - low % sharers + sharers) % sharers, high, sharers};
+  const int sharers = static_cast<int>(w.by_sharers.divisor), slice = w.by_sharers.quotient(warp);
+  if (full * kWarps + slice >= w.slices) return {};
+  return {full * kWarps + slice, low + w.by_sharers.remainder(warp - slice * sharers + sharers - w.by_sharers.remainder(low)), high,
+          sharers};
 }
-constexpr int items_of(const Part& part) { return part.high > part.low ? (part.high - part.low + part.step - 1) / part.step : 0; }
+constexpr int items_of(const Work& w, const Part& part) {
+  if (part.high <= part.low) return 0;
+  return part.step == 1 ? part.high - part.low : w.by_sharers.quotient(part.high - part.low + part.step - 1);
+}
 
 // grad_x: units are numbered band by band; a CTA takes units [first_unit(cta), first_unit(cta + 1)).
-constexpr int64_t first_unit(const Work& w, int cta) { return static_cast<int64_t>(w.bands) * w.units * cta / w.ctas; }
-constexpr int cta_of_unit(const Work& w, int64_t unit) {
-  return static_cast<int>(((unit + 1) * w.ctas - 1) / (static_cast<int64_t>(w.bands) * w.units));
+constexpr int first_unit(const Work& w, int cta) { return cta * w.run + w.by_ctas.quotient(cta * w.longer_runs); }
+constexpr int cta_of_unit(const Work& w, int unit) {
+  return static_cast<int>(((unit + int64_t{1}) * w.ctas - 1) / (static_cast<int64_t>(w.bands) * w.units));
 }
 
 // Forward, of a group in shared memory. Rows of absmax codes, 4 blocks a word, so far apart that eight rows share few banks, and 16 bytes

@@ -69,7 +69,7 @@ TEST(StripPlan, OneWaveOfCtasAndPartialSumsInTheWorkspace) {
       EXPECT_EQ(w.slices * w.ranges, k / 256);
       EXPECT_GE(w.strips_of_cta * (forward.grid / w.ranges), w.strips);
       EXPECT_LT(w.strips_of_cta * (forward.grid / w.ranges - 1), w.strips);
-      EXPECT_LE(strip::kGroupsAt + strip::group_bytes(w.group, w), kSm90SharedBytes);
+      EXPECT_LE(strip::forward_shared_bytes(w.group, w), kSm90SharedBytes);
       if (m > 4) continue;
       const LinearPlan grad = plan_strip(problem(m, n, k, Direction::kGradInput), kH200);
       EXPECT_EQ(grad.variant, kSmallMStrip);
@@ -83,6 +83,11 @@ TEST(StripPlan, ColumnsAreCutIntoRangesWhereStripsAloneLeaveSmsIdle) {
   EXPECT_EQ(plan_strip(problem(1, 5120, 27648), kH200).split, 2);  // 3 strips on 107 SMs, or 5 halves on 128
   EXPECT_EQ(plan_strip(problem(1, 14336, 4096), kH200).split, 1);
   EXPECT_EQ(plan_strip(problem(1, 1024, 4096), kH200).split, 1);
+}
+
+TEST(StripPlan, OneGroupWhereSharedMemoryHasRoomForAllStrips) {
+  const LinearProblem p = problem(1, 14336, 4096);
+  EXPECT_EQ(strip::work_of(p, plan_strip(p, kH200)).group, 7);  // 8 bytes are left
 }
 
 TEST(StripPlan, TheSumsDoNotDependOnTheNumberOfTokens) {

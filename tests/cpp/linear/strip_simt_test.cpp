@@ -9,7 +9,7 @@
 #include "linear/strip_grad.cuh"
 
 namespace nybble::small_m::strip {
-alignas(128) uint8_t shared[232448];
+alignas(128) uint8_t shared[kSharedStart + kSm90SharedBytes];
 }
 
 namespace nybble {
@@ -18,7 +18,7 @@ namespace {
 
 template <typename T>
 void run_forward(const LinearPlan& plan, const strip::Params& p, uint64_t seed) {
-  const size_t bytes = strip::kGroupsAt + strip::group_bytes(p.work.group, p.work);
+  const size_t bytes = strip::kSharedStart + strip::forward_shared_bytes(p.work.group, p.work);
   simt::launch(plan.grid, strip::kThreads, strip::shared, bytes, seed, [&] { strip::multiply<T>(p); });
   if (p.work.ranges == 1) return;
   const int64_t vectors = int64_t{p.m} * p.n / 4;
@@ -98,6 +98,7 @@ TEST(StripWork, EveryStripOfEverySliceBelongsToOneWarpWhateverTheGroup) {
   for (const int slices : {1, 3, 4, 16, 20, 33, 56, 108}) {
     strip::Work w;
     w.slices = slices;
+    w = strip::with_dividers(w);
     const int strips = 7;
     std::vector<int> owner(slices * strips, -1);
     for (const int group : {7, 1, 2, 3, 5}) {
@@ -120,13 +121,26 @@ TEST(StripWork, EveryStripOfEverySliceBelongsToOneWarpWhateverTheGroup) {
   }
 }
 
+TEST(StripWork, ADividerDividesExactly) {
+  for (const int divisor : {1, 2, 3, 5, 7, 16, 20, 56, 112, 131, 132, 1 << 15, (1 << 20) + 1, 1 << 30}) {
+    const strip::Divider by(divisor);
+    for (const int64_t near : {int64_t{0}, int64_t{1}, int64_t{1000}, int64_t{1} << 20, (int64_t{1} << 31) - 1}) {
+      for (int64_t n = near - near % divisor - 2; n <= near - near % divisor + 2; n++) {
+        if (n < 0 || n >= int64_t{1} << 31) continue;
+        EXPECT_EQ(by.quotient(static_cast<int>(n)), n / divisor) << n << " / " << divisor;
+        EXPECT_EQ(by.remainder(static_cast<int>(n)), n % divisor) << n << " % " << divisor;
+      }
+    }
+  }
+}
+
 TEST(StripWork, EveryUnitBelongsToItsCta) {
   for (const int ctas : {1, 2, 5, 21}) {
     strip::Work w;
     w.bands = 3, w.units = 7, w.ctas = ctas;
+    w = strip::with_dividers(w);
     for (int cta = 0; cta < ctas; cta++) {
-      for (int64_t unit = strip::first_unit(w, cta); unit < strip::first_unit(w, cta + 1); unit++)
-        EXPECT_EQ(strip::cta_of_unit(w, unit), cta);
+      for (int unit = strip::first_unit(w, cta); unit < strip::first_unit(w, cta + 1); unit++) EXPECT_EQ(strip::cta_of_unit(w, unit), cta);
     }
     EXPECT_EQ(strip::first_unit(w, ctas), 21);
   }
