@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from .forecast import plan_training
-from .report import Plan
-
 __all__ = ["Plan", "plan_training"]
+
+
+def __getattr__(name: str):
+    # They need transformers and peft, the command's help does not.
+    if name == "Plan":
+        from .report import Plan
+
+        return Plan
+    if name == "plan_training":
+        from .forecast import plan_training
+
+        return plan_training
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

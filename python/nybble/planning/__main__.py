@@ -13,8 +13,7 @@ import json
 import sys
 import warnings
 
-from .forecast import DTYPES, plan_training
-from .memory import OPTIMISERS
+from .choices import DTYPES, OPTIMISERS
 
 
 def parse(argv: list[str] | None) -> dict:
@@ -33,7 +32,7 @@ def parse(argv: list[str] | None) -> dict:
     add("--activations", default="recompute", help="recompute, keep, or how many of the last layers keep")
     add("--reentrant", action="store_true", help="the other variant of checkpointing")
     add("--loss", default="whole", choices=["whole", "chunked"])
-    add("--optimiser", "--optimizer", default="adamw", choices=list(OPTIMISERS))
+    add("--optimiser", "--optimizer", default="adamw", choices=OPTIMISERS)
     add("--accumulate", type=int, default=1, help="batches per step")
     add("--host-memory", help="default: what is available here")
     add("--context", help="GPU memory outside of torch's allocator; default: measured here, else 512MiB assumed")
@@ -46,6 +45,8 @@ def parse(argv: list[str] | None) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
+    from .forecast import plan_training  # transformers and peft take seconds
+
     as_json = options.pop("json")
     warnings.simplefilter("ignore", FutureWarning)
     try:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 from . import source as sources
 from . import speed as speeds
 from .advice import advise
+from .choices import DTYPES, OPTIMISERS
 from .machine import machine_of
-from .memory import OPTIMISERS
 from .planner import Planner, Run
 from .report import Plan
 from .trace import Step
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def _keep(activations: str | int, layers: int) -> int:
@@ -71,7 +67,7 @@ def plan_training(
         raise ValueError(f"tokens is {tokens}, expected a multiple of batch, {batch}: rows of equal length")
     for name, value, known in (
         ("loss", loss, ("whole", "chunked")),
-        ("optimiser", optimiser, tuple(OPTIMISERS)),
+        ("optimiser", optimiser, OPTIMISERS),
         ("adapter_dtype", adapter_dtype, tuple(DTYPES)),
     ):
         if value not in known:

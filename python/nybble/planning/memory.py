@@ -10,7 +10,6 @@ from .trace import ACTIVATIONS, GRADIENTS, LOSS, WORKING, Trace
 
 CUBLAS_WORKSPACE = 32 << 20  # per thread that multiplies, on sm_90 and later
 CUBLAS_WORKSPACE_BEFORE = 8519680  # 4096 KiB twice, 16 KiB eight times: torch's default elsewhere
-OPTIMISERS = {"adamw": 2.0, "adamw8bit": 0.0, "sgd": 0.0}  # states, as multiples of the adapters' bytes
 _EIGHT_BIT_FROM = 4096  # elements; smaller tensors have states in float32
 STEPS = 3
 

@@ -24,8 +24,10 @@ def test_tune_shows_the_table_that_the_environment_names(nybble, tmp_path):
 
 
 def test_plan_runs_the_package_with_the_arguments_and_gives_its_exit_code(nybble, tmp_path):
-    done = nybble("plan", "--help", env=PYTHON)
+    done = nybble("plan", "--help", env={**PYTHON, "PYTHONPROFILEIMPORTTIME": "1"})
     assert done.returncode == 0 and "--gpu-memory" in done.stdout, done.stderr
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "torch" in imported and not imported & {"transformers", "peft", "bitsandbytes"}, "help that takes seconds"
     done = nybble("plan", tmp_path, "--gpu-memory", "8GiB", env=PYTHON)
     assert done.returncode == 4 and "has no config.json" in done.stderr, done
 
