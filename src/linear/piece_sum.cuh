@@ -6,16 +6,19 @@
 
 namespace nybble::small_m {
 
-// piece(i): address of the i-th of `pieces`, as other CTAs have written it.
+// piece(i): address of the i-th of `pieces`, as other CTAs have written it; beyond the last one it is loaded again. Behind predicates, or
+// where launch bounds ask for few registers, the compiler puts an addition between any two loads.
 template <int AT_ONCE, typename Piece>
 __device__ __forceinline__ float4 sum_pieces(int pieces, const Piece& piece) {
   float4 sum{0.f, 0.f, 0.f, 0.f};
   for (int first = 0; first < pieces; first += AT_ONCE) {
     float4 next[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) next[i] = first + i < pieces ? __ldcg(piece(first + i)) : float4{0.f, 0.f, 0.f, 0.f};
+    for (int i = 0; i < AT_ONCE; i++) next[i] = __ldcg(piece(min(first + i, pieces - 1)));
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) sum.x += next[i].x, sum.y += next[i].y, sum.z += next[i].z, sum.w += next[i].w;
+    for (int i = 0; i < AT_ONCE; i++) {
+      if (first + i < pieces) sum.x += next[i].x, sum.y += next[i].y, sum.z += next[i].z, sum.w += next[i].w;
+    }
   }
   return sum;
 }

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
 template <typename T>
 constexpr CUtensorMapDataType kMapType = __is_same(T, __half) ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 
-constexpr int kManyCtas = 128;  // of 132 SMs
+constexpr unsigned kManyCtas = 128;  // of 132 SMs
 
 struct Grid {
   dim3 blocks;
@@ -120,12 +120,20 @@ Params make_params(const Launch& l, int groups, bool permute_here, bool permuted
   return p;
 }
 
-// x: parts of tiles, y: token groups. Where the multiply takes (nearly) all SMs and a few rounds do, no more blocks than fit beside its
-// CTAs, one an SM: all of them are there when it ends, and the next launch's CTAs need not wait until they have gone.
-inline dim3 sum_blocks(const Work& w, int groups) {
-  const int blocks = w.tiles * kConsumerWarps * 32 / kSumThreads;
-  const bool fit_beside = w.ctas > kManyCtas && 2 * blocks * groups <= 7 * w.ctas;
-  return dim3(fit_beside ? std::min(blocks, std::max(1, w.ctas / groups)) : blocks, groups);
+// Where the multiply takes (nearly) all SMs and a few rounds do, no more blocks than fit beside its CTAs, one an SM: all of them are there
+// when it ends, and the next launch's CTAs need not wait until they have gone. Elsewhere many pieces are loaded side by side; few are not,
+// as what is loaded beyond them costs more.
+template <typename T, typename L>
+void enqueue_sum(const Launch& l, const Params& p) {
+  const unsigned groups = static_cast<unsigned>(p.m + 7) / 8, ctas = static_cast<unsigned>(p.work.ctas);
+  const auto blocks = [&](int at_once) { return static_cast<unsigned>(p.work.tiles * kConsumerWarps * 32 / sum_threads(at_once)); };
+  const unsigned few = blocks(kFewPieces);
+  const bool fit_beside = ctas > kManyCtas && 2 * few * groups <= 7 * ctas;
+  if (!fit_beside && l.plan.split > 4) {
+    return enqueue(l, {dim3(blocks(kManyPieces), groups), sum_threads(kManyPieces), 0}, sum_partials<T, L, kManyPieces>, p);
+  }
+  const unsigned taken = fit_beside ? std::min(few, std::max(1u, ctas / groups)) : few;
+  enqueue(l, {dim3(taken, groups), sum_threads(kFewPieces), 0}, sum_partials<T, L, kFewPieces>, p);
 }
 
 // In order: permute x, for more than 32 tokens forward; multiply; add the partial sums.
@@ -143,7 +151,7 @@ void launch_sized(const Launch& l) {
             static_cast<const uint4*>(l.args.in), stride / 8, vectors, static_cast<uint32_t*>(l.args.workspace), count);
   }
   enqueue(l, {dim3(p.work.ctas), kThreads, L::SHARED_BYTES}, kernel, p);
-  enqueue(l, {sum_blocks(p.work, (p.m + 7) / 8), kSumThreads, 0}, sum_partials<T, L>, p);
+  enqueue_sum<T, L>(l, p);
 }
 
 template <typename T, Direction DIRECTION>

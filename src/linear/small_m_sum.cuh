@@ -6,7 +6,11 @@
 
 namespace nybble::small_m {
 
-constexpr int kSumThreads = 128, kPermuteThreads = 128;
+constexpr int kPermuteThreads = 128;
+
+// Loads of partial sums under way at once, and threads of a block: 4096 registers a block either way, what is left beside the multiply.
+constexpr int kManyPieces = 8, kFewPieces = 1;
+constexpr int sum_threads(int at_once) { return at_once == kManyPieces ? 64 : 128; }
 
 template <typename T>
 __device__ __forceinline__ T rounded(float v) {
@@ -46,7 +50,7 @@ __device__ __forceinline__ void store_grad(const Params& p, int column, int toke
 
 // What a warp adds: sixteen rows of a tile (part of 16: what one warp of the multiply summed), one token group, in ascending order of the
 // CTAs.
-template <typename T, typename L>
+template <typename T, typename L, int AT_ONCE>
 struct PartSum {
   static constexpr uint32_t kSlot = kConsumerWarps * L::GROUPS * 32;  // float4
   int tile, part, pieces;
@@ -62,7 +66,7 @@ struct PartSum {
   __device__ __forceinline__ void store(const Params& p, int group, int lane) const {
     const int start = NYBBLE_ANY_OF(pieces);
     const auto piece = [&](int i) { return from + (NYBBLE_FAULT(kArrivalOrder) ? (start + i) % pieces : i) * kSlot; };
-    const float4 sum = sum_pieces<4>(pieces, piece);
+    const float4 sum = sum_pieces<AT_ONCE>(pieces, piece);
     const int g = lane >> 2, token = group * 8 + 2 * (lane & 3);
     if constexpr (L::FORWARD) {
       store_y<T>(p, tile * kUnit + part * 16 + g, token, sum);
@@ -73,18 +77,19 @@ struct PartSum {
 };
 
 // Behind the multiply; blockIdx.y: token group. Addresses are made while the multiply runs.
-template <typename T, typename L>
-__global__ void __launch_bounds__(kSumThreads, 16) sum_partials(const __grid_constant__ Params p) {
+template <typename T, typename L, int AT_ONCE>
+__global__ void __launch_bounds__(sum_threads(AT_ONCE), 16) sum_partials(const __grid_constant__ Params p) {
   allow_next_grid();
+  constexpr int kWarps = sum_threads(AT_ONCE) / 32;
   const int lane = static_cast<int>(threadIdx.x & 31), group = static_cast<int>(blockIdx.y);
-  const int count = p.work.tiles * kConsumerWarps, step = static_cast<int>(gridDim.x) * (kSumThreads / 32);
-  int index = static_cast<int>(blockIdx.x) * (kSumThreads / 32) + static_cast<int>(threadIdx.x >> 5);
-  PartSum<T, L> sum(p, min(index, count - 1), group, lane);
+  const int count = p.work.tiles * kConsumerWarps, step = static_cast<int>(gridDim.x) * kWarps;
+  int index = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x >> 5);
+  PartSum<T, L, AT_ONCE> sum(p, min(index, count - 1), group, lane);
   wait_for_previous_grids();
   while (index < count) {
     sum.store(p, group, lane);
     index += step;
-    if (index < count) sum = PartSum<T, L>(p, index, group, lane);
+    if (index < count) sum = PartSum<T, L, AT_ONCE>(p, index, group, lane);
   }
 }
 

@@ -186,12 +186,15 @@ struct GroupScales {
     const uint8_t* from = p.codes + row * (p.k >> 6) + first_slice * 4;
     if (slices % 4 == 0 && (reinterpret_cast<uintptr_t>(from) & 15) == 0) {
       const int vectors = slices >> 2;
+#pragma unroll 1  // as below: unrolled, the copies of one round cost more clocks before the first item than they save
       for (int i = thread; i < rows * vectors; i += kThreads) {
         const int r = p.work.by_code_vectors.quotient(i), c = i - r * vectors;
         copy_async_fill_16b(codes + r * code_row_words(slices) * 4 + c * 16, from + static_cast<int64_t>(r) * (p.k >> 6) + c * 16, 16);
       }
     } else {
+#pragma unroll 1
       for (int r = thread >> 5; r < rows; r += kWarps) {
+#pragma unroll 1
         for (int c = lane; c < slices; c += 32) {
           copy_async_fill_4b(codes + (r * code_row_words(slices) + c) * 4, from + static_cast<int64_t>(r) * (p.k >> 6) + c * 4, 4);
         }
@@ -199,6 +202,7 @@ struct GroupScales {
     }
     const int64_t begin = row * (p.k >> 8) + first_slice, end = begin + (rows - 1) * static_cast<int64_t>(p.k >> 8) + slices;
     const int64_t first = begin >> 6, last = (end - 1) >> 6;
+#pragma unroll 1
     for (int i = thread; i <= last - first; i += kThreads) copy_async_fill_4b(nested + i * 4, p.scales + first + i, 4);
     offset = static_cast<int>(begin & 63);
     commit_copies();
@@ -407,7 +411,7 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
 // Partial sums of the ranges (+ bias) -> y, in ascending order; four rows of W a thread.
 constexpr int kSumThreads = 64;
 template <typename T>
-__global__ void __launch_bounds__(kSumThreads) add_ranges(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kSumThreads, 1) add_ranges(const __grid_constant__ Params p) {
   allow_next_grid();
   wait_for_previous_grids();
   const int64_t count = static_cast<int64_t>(p.m) * p.n, at = (static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x) * 4;

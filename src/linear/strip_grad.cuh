@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, 1) multiply_grad(const __grid_consta
 
 // Partial sums of the CTAs that share a band -> grad_x, in ascending order of rows; four columns a thread.
 template <typename T>
-__global__ void __launch_bounds__(kSumThreads) add_partials(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kSumThreads, 1) add_partials(const __grid_constant__ Params p) {
   allow_next_grid();
   const int i = static_cast<int>(blockIdx.x) * kSumThreads + static_cast<int>(threadIdx.x), vectors = p.m * (kSliceColumns / 4);
   const int band = i / vectors, vector = i - band * vectors, first = band * p.work.units;
