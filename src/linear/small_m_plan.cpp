@@ -18,6 +18,7 @@ constexpr int64_t kMaxUnits = int64_t{1} << 20;           // of the weight
 constexpr int64_t kMaxWorkspace = 32 << 20;               // of any fused path
 constexpr int64_t kPermuteTokens = 32;                    // up to here the kernel permutes x itself
 constexpr int64_t kLeastStripWeights = int64_t{1} << 22;  // 1024 x 4096, the smallest measured
+constexpr int64_t kManyStripTokens = 4, kLongRows = 14336;
 constexpr int kBlock = 64;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -132,8 +133,11 @@ LinearPlan plan_small_m_tiles(const LinearProblem& p, const DeviceModel& device)
 bool takes_strips(const LinearProblem& p, const DeviceModel& device) {
   if (!supports_strip(p, device).empty() || p.n * p.k < kLeastStripWeights) return false;
   const int64_t slices = p.k / small_m::strip::kSliceColumns, rest = slices % small_m::strip::kWarps;
-  // Few slices beyond a multiple of the warps keep some of them idle: 27648 x 5120 was 5 to 14% slower than tiles.
-  return !forward(p) || (slices >= small_m::strip::kWarps && (rest == 0 || rest > 4));
+  if (!forward(p)) return true;
+  // Every CTA reads all of x: with 8 tokens 4096 x 14336 and 5120 x 27648 were 3 to 5% slower than tiles.
+  if (p.m > kManyStripTokens && p.k >= kLongRows) return false;
+  // Few slices beyond a multiple of the warps keep some of them idle: 27648 x 5120 was 13 to 25% slower than tiles.
+  return slices >= small_m::strip::kWarps && (rest == 0 || rest > 4);
 }
 
 std::string supports_small_m(const LinearProblem& p, const DeviceModel& device) {

@@ -112,6 +112,8 @@ TEST(SmallMPlan, TakesStripsForFewTokensAndTilesForMore) {
   // Not where tiles were faster, and not below what was measured.
   EXPECT_NE(plan_small_m(problem(1, 27648, 5120), kH200).variant, kSmallMStrip);
   EXPECT_EQ(plan_small_m(problem(1, 27648, 5120, Direction::kGradInput), kH200).variant, kSmallMStrip);
+  EXPECT_NE(plan_small_m(problem(8, 4096, 14336), kH200).variant, kSmallMStrip);
+  EXPECT_EQ(plan_small_m(problem(4, 4096, 14336), kH200).variant, kSmallMStrip);
   EXPECT_NE(supports_small_m(problem(1, 48, 4096), kH200), "");
   EXPECT_NE(plan_small_m(problem(1, 16384, 2048), kH200).variant, kSmallMStrip);
 }
