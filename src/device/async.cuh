@@ -49,8 +49,13 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
+// The barrier of all threads of a cluster, in two halves: whole warps arrive once and wait once, and what they do between need not be
+// behind the others' arrival.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
+  cluster_arrive();
+  cluster_wait();
 }
 // The address, in the cluster's window, of what lies at `address` in CTA `rank`.
 __device__ __forceinline__ uint32_t peer_address(uint32_t address, uint32_t rank) {

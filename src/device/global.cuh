@@ -33,6 +33,8 @@ __device__ __forceinline__ uint32_t load_global_u32(const void* pointer) {
   asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(pointer));
   return v;
 }
+// A hint: the line of `pointer` will be wanted.
+__device__ __forceinline__ void prefetch_l1(const void* pointer) { asm volatile("prefetch.global.L1 [%0];" ::"l"(pointer)); }
 __device__ __forceinline__ uint32_t load_global_u8(const void* pointer) {
   uint32_t v;
   asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(pointer));

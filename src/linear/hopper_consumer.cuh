@@ -9,7 +9,8 @@ namespace nybble::hopper {
 template <Direction DIRECTION, typename T, typename TILE>
 struct Consumer : Output<DIRECTION, T, TILE> {
   using Base = Output<DIRECTION, T, TILE>;
-  using Base::barrier, Base::enter_segment, Base::first_token, Base::leader, Base::list, Base::locate_output, Base::pack_chunk;
+  using Base::barrier, Base::enter_segment, Base::first_token, Base::leader, Base::spare, Base::spare_free, Base::spare_phase,
+      Base::staging, Base::write_chunks, Base::list, Base::locate_output, Base::pack_chunk;
   using Base::begin, Base::end, Base::half, Base::p, Base::rank, Base::segment, Base::sum, Base::thread, Base::token;
   using Base::finish_sums, Base::send_chunk, Base::stage_chunk;
 
@@ -19,7 +20,7 @@ struct Consumer : Output<DIRECTION, T, TILE> {
   static constexpr int kFirstChunks = 0, kAllSent = CHUNKS, kIdle = CHUNKS + 1;
 
   Barriers<TILE> barriers;
-  uint32_t x_slots, empty_w0;
+  uint32_t weights, x_slots, empty_w0;
   uint64_t weight_descriptor, x_descriptor;
   static constexpr int HELD_WORDS = TILE::HELD * kChunkWords;
   uint32_t held[HELD_WORDS > 0 ? HELD_WORDS : 1];
@@ -29,7 +30,9 @@ struct Consumer : Output<DIRECTION, T, TILE> {
       : Base(params, smem, cluster_rank, warpgroup, warp), barriers{smem + TILE::BARRIER_OFFSET} {
     x_slots = smem + TILE::X_OFFSET;
     empty_w0 = peer_address(barriers.empty_w(0), half);
-    weight_descriptor = wgmma_descriptor(smem + half * kHalfBytes);
+    weights = smem + half * kHalfBytes;
+    spare = weights - staging;
+    weight_descriptor = wgmma_descriptor(weights);
     x_descriptor = wgmma_descriptor(x_slots);
     clear_held();
   }
@@ -170,9 +173,9 @@ struct Consumer : Output<DIRECTION, T, TILE> {
     pending = kFirstChunks;
     pending_segment = segment;
   }
-  __device__ __forceinline__ void finish_segment(int cluster) {
+  __device__ __forceinline__ void finish_segment(int cluster, bool last) {
     finish_output();
-    finish_sums(cluster, [&] { defer_output(); });
+    finish_sums(cluster, [&] { last ? write_chunks(0, CHUNKS) : defer_output(); });
   }
 
   __device__ __forceinline__ void run(int cluster) {
@@ -185,12 +188,25 @@ struct Consumer : Output<DIRECTION, T, TILE> {
     uint32_t group = 0;
     while (end > 0) {
       run_segment(group);
-      finish_segment(cluster);
+      const bool last = list.is_last(segment);
+      if (last) {
+        if (half == static_cast<int>(rank)) spare_free = barriers.empty_w(0);
+        spare_phase = ring_parity<UNROLL, TILE::W_SLOTS>(UNROLL - TILE::W_SLOTS, group ^ 1);
+        leave_cluster();
+      }
+      finish_segment(cluster, last);
       segment++;
       enter_segment();
     }
+    if (segment == 0) leave_cluster();
     finish_output();
-    if (leader()) tma_wait_all();
+    if (leader()) tma_wait_read<0>();
+    __syncwarp();
+  }
+  // Behind the last step: nothing of the peer is touched any more.
+  __device__ __forceinline__ void leave_cluster() const {
+    __syncwarp();
+    cluster_arrive();
   }
 };
 

@@ -26,7 +26,7 @@ struct Decoder {
   uint32_t weights, peer_weights;  // its rows of the slot, here and in the peer
   uint32_t peer_full;
 
-  int step = 0, end = 0, row_tile = 0, segment = 0;
+  int step = 0, end = 0, row_tile = 0, segment = 1;
   uint32_t scale_code = 0;  // nested scales: address of the code of this lane's first row
   float offset = 0;
   bool more = true;
@@ -45,20 +45,33 @@ struct Decoder {
     peer_weights = peer_address(weights, rank ^ 1);
     peer_full = peer_address(barriers.full_w(rank, slot), rank ^ 1);
   }
+  // Its own barrier and its first segment are all that the first loads need: they leave before the CTA is set up.
+  __device__ __forceinline__ void begin(int cluster) {
+    if (lane == 0) {
+      barrier_init(barriers.full_packed(warp), 1);
+      barrier_init_fence();
+    }
+    __syncwarp();
+    const SegmentList::Entry first = SegmentList::first(p, cluster);
+    step = first.begin + slot;
+    end = first.end;
+    row_tile = first.row_tile;
+    more = end > 0;
+  }
 
   // Issues the loads of the next job; `more` turns false after the last one.
   template <ScaleWay WAY>
-  __device__ __forceinline__ void load_packed() {
+  __device__ __forceinline__ void load_packed(bool first = false) {
     NYBBLE_DELAY(4);
-    const bool other = step >= end;  // segment
-    if (other) {
+    const bool other = first || step >= end;  // segment
+    if (other && !first) {
       const auto e = list.read(segment++);
+      step += e.begin - end;
       end = e.end;
-      more = end > 0;
-      if (!more) return;
-      step = e.begin + slot;
       row_tile = e.row_tile;
+      more = end > 0;
     }
+    if (!more) return;
     const int first_row =
         part * TILE::JOB_ROWS + (DIRECTION == Direction::kForward ? row_tile * kTileRows + static_cast<int>(rank) * 64 : step * 64);
     const int block = DIRECTION == Direction::kForward ? step : row_tile * 2 + static_cast<int>(rank);  // of 64 along k
@@ -68,22 +81,21 @@ struct Decoder {
       if (WAY == ScaleWay::kReady) tma_load(scales, &p.scales, barriers.full_packed(warp), first_row, block >> p.block_shift);
     }
     if (WAY == ScaleWay::kNestedRuns) {
-      load_run(first_row + lane, static_cast<uint32_t>(block), other || (step & 12) == 0);
+      load_run(first_row + lane, static_cast<uint32_t>(block), other || (step & 15) < TILE::W_SLOTS);
     } else if (WAY != ScaleWay::kReady) {
       load_own_scales<WAY>(first_row + lane, static_cast<uint32_t>(block >> p.block_shift));
     }
     step += TILE::W_SLOTS;
   }
 
-  // Codes of 16 steps at a time, in registers: a load of a word a job takes the pipe of shared memory and L1 a cycle a row, and wgmma reads
-  // its operands through that.
+  // Codes of 16 steps at a time, in registers; outside W those before stay: there the activations are zero or nothing is stored. A load of
+  // a word a job takes the pipe of shared memory and L1 a cycle a row, and wgmma reads its operands through that.
   __device__ __forceinline__ void load_run(int row, uint32_t block, bool other) {
-    static_assert(TILE::W_SLOTS == 4, "a warp's steps of a run");
     const ScaleSource& s = p.source;
     const uint32_t index = static_cast<uint32_t>(row) * s.blocks + block;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      const bool wanted = other && static_cast<uint32_t>(row) + 32 * i < s.n;  // rows beyond are not stored
+      const bool wanted = other && static_cast<uint32_t>(row) + 32 * i < s.n && block < s.blocks;
       const uint32_t at = index + 32 * i * s.blocks;
       load_global_u128_if(wanted, static_cast<const uint8_t*>(s.absmax) + (at & ~15u), codes[i]);
       load_global_f32_if(wanted, s.nested_absmax + at / static_cast<uint32_t>(kNestedBlockSize), run_scale[i]);
@@ -183,8 +195,9 @@ struct Decoder {
   template <ScaleWay WAY>
   __device__ __forceinline__ void run_jobs() {
     uint32_t phase = 0;
-    load_packed<WAY>();
+    load_packed<WAY>(true);
     __syncwarp();
+    cluster_wait();  // before the list, the weight slots and the peer
     while (more) {
       uint32_t out[ROWS][8][4];
       float scale[ROWS];
@@ -204,14 +217,20 @@ struct Decoder {
     }
   }
   // With its own scales it reads the weight alone, which no multiply writes; only then it need not wait for the grids before.
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void run(int cluster) {
     const ScaleSource& s = p.source;
+    cluster_arrive();
+    begin(cluster);
     if (!s.in_kernel) {
       wait_for_previous_grids();
       return run_jobs<ScaleWay::kReady>();
     }
-    if (s.nested) offset = round_through(*s.offset, s.nested_dtype);
-    if (!s.nested || s.nested_dtype != DType::kFloat32) return run_jobs<ScaleWay::kOther>();
+    if (!s.nested || s.nested_dtype != DType::kFloat32) {
+      if (s.nested) offset = round_through(*s.offset, s.nested_dtype);
+      return run_jobs<ScaleWay::kOther>();
+    }
+    offset = *s.offset;
+    prefetch_l1(reinterpret_cast<const uint8_t*>(s.nested_code) + lane * 32);
     const bool runs = p.block_shift == 0 && s.blocks % 16 == 0 && reinterpret_cast<uintptr_t>(s.absmax) % 16 == 0;
     if (DIRECTION == Direction::kForward && runs) {
       for (int i = 0; i < ROWS; i++) codes[i] = make_uint4(0, 0, 0, 0), run_scale[i] = 0;

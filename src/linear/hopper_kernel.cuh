@@ -38,6 +38,7 @@ constexpr int kChunkWords = 8;         // of a thread: 64 rows x 32 tokens, 16 b
 // the last segment can be parts of a tile:
 //   word 0, 1, 2: steps (begin | end << 16) of the first, a middle, the last segment;   word 3: number of the last;   then one tile a
 //   segment
+struct Params;
 struct SegmentList {
   static constexpr int kBytes = 16 + kHopperMaxSegments * 4;
   uint32_t base;
@@ -57,6 +58,9 @@ struct SegmentList {
     if (i == last) store_shared_u32(base + 8, s.begin | s.end << 16);
     store_shared_u32(base + 16 + 4 * i, s.row_tile | s.token_tile << 16);
   }
+  // The first, as the host computed it: what a CTA starts with need not wait for the list.
+  static __device__ __forceinline__ Entry first(const Params& p, int cluster);
+  __device__ __forceinline__ bool is_last(int i) const { return i >= static_cast<int>(load_shared_u32(base + 12)); }
   // end = 0 behind the last.
   __device__ __forceinline__ Entry read(int i) const {
     const int last = static_cast<int>(load_shared_u32(base + 12));
@@ -126,11 +130,17 @@ struct Params {
   Work work;
   const void* bias;  // [rows] or null
   int rows;
-  int block_shift;  // log2(block / 64)
-  float* partials;  // float4 [block][warpgroup][TOKENS / 8][thread]
-  uint64_t* flags;  // [block][warpgroup][kMaxPieces]
-  uint64_t nonce;   // of this launch, not 0
+  int block_shift;            // log2(block / 64)
+  float* partials;            // float4 [block][warpgroup][TOKENS / 8][thread]
+  uint64_t* flags;            // [block][warpgroup][kMaxPieces]
+  uint64_t nonce;             // of this launch, not 0
+  uint2 first[kMaxClusters];  // segment of each cluster: begin | end << 16, row tile | token tile << 16
 };
+
+__device__ __forceinline__ SegmentList::Entry SegmentList::first(const Params& p, int cluster) {
+  const uint2 s = p.first[cluster];
+  return {static_cast<int>(s.x & 0xffff), static_cast<int>(s.x >> 16), static_cast<int>(s.y & 0xffff), static_cast<int>(s.y >> 16)};
+}
 
 // Barriers of a CTA, by address. Phases of a slot alternate full, empty.
 template <typename TILE>
@@ -153,7 +163,6 @@ struct Barriers {
       barrier_init(full_w(rank ^ 1, s), 1);
       barrier_init(empty_w(s), 2);
     }
-    for (int w = 0; w < TILE::DECODE_WARPS; w++) barrier_init(full_packed(w), 1);
     barrier_init_fence();
     for (int s = 0; s < TILE::W_SLOTS; s++) barrier_expect(full_w(rank ^ 1, s), kHalfBytes);
   }

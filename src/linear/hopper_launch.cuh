@@ -17,26 +17,26 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(TILE::THREADS, 1) mu
   const int warp = __shfl_sync(~0u, thread >> 5, 0), warpgroup = __shfl_sync(~0u, thread >> 7, 0);
   const uint32_t rank = cluster_rank();
   const int cluster = static_cast<int>(gridDim.x / 2 - 1 - blockIdx.x / 2);
-  if (thread == 0) {
-    prefetch_tensor_map(&p.activation);
-    prefetch_tensor_map(&p.packed);
-    if (!p.source.in_kernel) prefetch_tensor_map(&p.scales);
-    prefetch_tensor_map(&p.output);
-    Barriers<TILE>{smem + TILE::BARRIER_OFFSET}.init(rank);
-  }
-  if (thread < kHopperMaxSegments) SegmentList{smem + TILE::LIST_OFFSET}.write(p.work, cluster, thread);
-  __syncthreads();
   allow_next_grid();  // its blocks set themselves up while the last of this one finish
-  cluster_sync();
   if (warpgroup < 2) {
+    if (thread == 0) {
+      prefetch_tensor_map(&p.activation);
+      prefetch_tensor_map(&p.output);
+      Barriers<TILE>{smem + TILE::BARRIER_OFFSET}.init(rank);
+    }
+    const int entry = thread - 32;
+    if (entry >= 0 && entry < kHopperMaxSegments) SegmentList{smem + TILE::LIST_OFFSET}.write(p.work, cluster, entry);
     if constexpr (TILE::MOVE_REGISTERS) raise_register_limit<TILE::CONSUMER_REGISTERS>();
+    __syncwarp();
+    cluster_sync();
     Consumer<DIRECTION, T, TILE>(p, smem, rank, warpgroup, warp).run(cluster);
   } else {
     if constexpr (TILE::MOVE_REGISTERS) lower_register_limit<TILE::DECODE_REGISTERS>();
-    Decoder<DIRECTION, T, TILE>(p, smem, rank, warp - 8).run();
+    Decoder<DIRECTION, T, TILE>(p, smem, rank, warp - 8).run(cluster);
+    __syncwarp();
+    cluster_arrive();
   }
-  __syncwarp();
-  cluster_sync();  // the peer may still copy into this CTA
+  cluster_wait();  // all copies into the peer and all arrivals there are done
 }
 
 template <Direction DIRECTION, typename T>

@@ -19,7 +19,22 @@ struct Output {
   uint32_t rank;
   int half, thread;  // thread: in the warpgroup
   uint32_t staging, staging_lane;
-  uint32_t spare = 0;  // not 0: all chunks fit there, relative to staging
+  uint32_t spare = 0;                        // room for the last output, relative to staging; row pairs: 0 if there is none
+  uint32_t spare_free = 0, spare_phase = 0;  // other tiles: barriers of the weight slots in it, 0 if nobody else uses those
+  // Where a chunk of the last output lies, relative to staging. Row pairs have a slot of x, other tiles staging and this warpgroup's halves
+  // of the weight slots.
+  static constexpr int kSpareSlots = TILE::ROW_PAIRS ? 0 : (CHUNKS - STAGING + 1) / 2;
+  __device__ __forceinline__ uint32_t place(int chunk) const {
+    if (TILE::ROW_PAIRS) return spare + chunk * kChunkBytes;
+    const int beyond = chunk - STAGING;
+    return beyond < 0 ? chunk * kChunkBytes : spare + beyond / 2 * kWeightBytes + beyond % 2 * kChunkBytes;
+  }
+  // Before a barrier of the warpgroup, behind which it writes there: weights that this CTA decoded have been copied to the peer.
+  __device__ __forceinline__ void await_spare() const {
+    if (TILE::ROW_PAIRS || spare_free == 0 || thread != kThreadsPerGroup / 2) return;
+#pragma unroll
+    for (int s = 0; s < kSpareSlots; s++) barrier_wait(spare_free + 8 * s, spare_phase);
+  }
 
   float sum[TILE::TOKENS / 2];             // 64 rows x TOKENS over 128 threads: [8-token group][row g: 2 tokens, row g + 8: 2 tokens]
   int pending_row = 0, pending_token = 0;  // of the tile that is sent
@@ -92,32 +107,35 @@ struct Output {
       }
     }
   }
-  // As write_chunks(), without waiting for chunks before to leave.
+  // As write_chunks(), without waiting for chunks before to leave; two at a time, so that the first leave while others are packed.
   __device__ __forceinline__ void write_to_spare(int first, int last) {
-    locate_output(segment);
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c++) {
-      if (c < first || c >= last) continue;
-      uint32_t words[kChunkWords];
-      pack_chunk(c, words);
-      stage_chunk(spare + c * kChunkBytes, words);
+    for (int c = 0; c < CHUNKS; c += 2) {
+      if (c + 2 <= first || c >= last) continue;
+#pragma unroll
+      for (int i = c; i < c + 2 && i < CHUNKS; i++) {
+        if (i < first || i >= last) continue;
+        uint32_t words[kChunkWords];
+        pack_chunk(i, words);
+        stage_chunk(place(i), words);
+      }
+      async_proxy_fence();
+      if (c == 0) await_spare();
+      barrier();
+      if (!leader()) continue;
+      if (c <= first) locate_output(segment);  // by the leader alone: no load is under way in a thread that fetches x
+      for (int i = max(c, first); i < min(c + 2, last); i++) {
+        tma_store(&p.output, staging + place(i), pending_row, pending_token + i * kChunkTokens);
+      }
+      tma_commit();
     }
-    async_proxy_fence();
-    barrier();
-    if (!leader()) return;
-    for (int c = first; c < last; c++) {
-      tma_store(&p.output, staging + spare + c * kChunkBytes, pending_row, pending_token + c * kChunkTokens);
-    }
-    tma_commit();
   }
-  // Tokens [32 first, 32 last) of the tile, at once. Staging is free when it begins: row pairs wait for the tile before, other tiles come
-  // here for a cluster's last segment alone, after finish_output().
+  // Tokens [32 first, 32 last) of the tile, at once. Row pairs wait until the tile before has left staging; other tiles come here for a
+  // cluster's last segment alone.
   __device__ __forceinline__ void write_chunks(int first, int last) {
-    if constexpr (TILE::ROW_PAIRS) {
-      if (spare != 0) return write_to_spare(first, last);
-    }
+    if (!TILE::ROW_PAIRS || spare != 0) return write_to_spare(first, last);
     locate_output(segment);
-    if (TILE::ROW_PAIRS && leader()) tma_wait_read<0>();  // of the tile before
+    if (leader()) tma_wait_read<0>();  // of the tile before
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       if (c < first || c >= last) continue;
@@ -255,6 +273,7 @@ struct Output {
       if (first_chunk(p.work, thread, CHUNKS) < first_chunk(p.work, thread + 1, CHUNKS)) set_flag(thread);
       if (first < last) await_flag(block0 - 2 * thread, me);
     }
+    await_spare();
     barrier();
     if constexpr (TILE::PIECES_AT_ONCE > 1) {
       add_pieces(block0, me, first, last);
@@ -285,8 +304,10 @@ struct Output {
   }
   // Stream-K: this cluster has the start of the tile; the clusters after it have the rest, in order.
   __device__ __forceinline__ void collect_partials(int cluster) {
-    const int tile_end = last_tile_end(p.work, cluster);
-    for (int c = cluster + 1; c < p.work.clusters && stream_begin(p.work, c) < tile_end; c++) {
+    for (int c = cluster + 1; c < p.work.clusters; c++) {
+      int owner = cluster;
+      asm volatile("" : "+r"(owner));  // the end of the tile again each time: kept, it would be spilled
+      if (stream_begin(p.work, c) >= last_tile_end(p.work, owner)) break;
       const int block = (p.work.clusters - 1 - c) * 2 + static_cast<int>(rank);
       if (leader()) await_flag(block, 0);
       barrier();

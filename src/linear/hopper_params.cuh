@@ -71,6 +71,10 @@ Params make_params(const Launch& l) {
   p.partials = reinterpret_cast<float*>(workspace + layout.partials);
   p.flags = reinterpret_cast<uint64_t*>(workspace + layout.flags);
   p.nonce = next_nonce();
+  for (int c = 0; c < p.work.clusters; c++) {
+    const Segment s = segment_of(p.work, share_of(p.work, c), 0);
+    p.first[c] = make_uint2(static_cast<uint32_t>(s.begin | s.end << 16), static_cast<uint32_t>(s.row_tile | s.token_tile << 16));
+  }
   return p;
 }
 

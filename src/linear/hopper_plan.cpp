@@ -60,7 +60,7 @@ int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 int64_t out_rows(const LinearProblem& p) { return p.direction == Direction::kForward ? p.n : p.k; }
 int64_t reduction(const LinearProblem& p) { return p.direction == Direction::kForward ? p.k : p.n; }
 
-int clusters_of(const DeviceModel& device) { return std::max(1, device.sm_count / 2); }
+int clusters_of(const DeviceModel& device) { return std::clamp(device.sm_count / 2, 1, hopper::kMaxClusters); }
 
 // What the clusters' lists of segments hold.
 int64_t tiles_per_launch(int clusters) { return static_cast<int64_t>(kHopperMaxSegments - kSpareSegments) * clusters; }
@@ -180,6 +180,7 @@ Work hopper_work(const LinearProblem& p, const LinearPlan& plan, int64_t tokens)
       w.pieces = plan.split;
       break;
   }
+  derive(w);
   return w;
 }
 

@@ -62,9 +62,11 @@ struct RowsProducer : RowsScales<DIRECTION, TILE> {
     }
   }
 
-  // Packed bytes and scales are the weight's and fetched before the grids before are complete (docs/hopper.md).
+  // Packed bytes and scales are the weight's and fetched before the grids before are complete (docs/hopper.md), and before the peer is set
+  // up; activations go there, too.
   __device__ __forceinline__ void run(int warp) const {
     if (warp == 2) {
+      cluster_wait();
       wait_for_previous_grids();
       if (lane == 0) load_activations();
     } else if (warp == 3) {
@@ -72,6 +74,8 @@ struct RowsProducer : RowsScales<DIRECTION, TILE> {
     } else {
       this->make_scales(warp * 32 + lane);
     }
+    __syncwarp();
+    if (warp != 2) cluster_wait();
   }
 };
 
@@ -234,7 +238,9 @@ struct RowsConsumer : Output<DIRECTION, T, TILE> {
     uint32_t group = 0;
     while (end > 0) {
       run_segment(group);
-      if (list.read(segment + 1).end == 0) {  // no more x: all output of a warpgroup fits a slot that everyone has read
+      if (list.is_last(segment)) {  // no more x: all output of a warpgroup fits a slot that everyone has read
+        __syncwarp();
+        cluster_arrive();  // nothing of the peer is touched any more
         barrier_wait(barriers.empty_x(half), group ^ 1);
         this->spare = TILE::x_slot(smem, half) - this->staging;
       }
@@ -242,8 +248,10 @@ struct RowsConsumer : Output<DIRECTION, T, TILE> {
       segment++;
       enter_segment();
     }
+    if (segment == 0) cluster_arrive();
     set_owed_flag();
-    if (leader()) tma_wait_all();
+    if (leader()) tma_wait_read<0>();
+    __syncwarp();
   }
 };
 
@@ -256,28 +264,29 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(TILE::THREADS, 1) mu
   const int warp = __shfl_sync(~0u, thread >> 5, 0), warpgroup = __shfl_sync(~0u, thread >> 7, 0);
   const uint32_t rank = cluster_rank();
   const int cluster = static_cast<int>(gridDim.x / 2 - 1 - blockIdx.x / 2);
-  if (thread == 256) {
-    prefetch_tensor_map(&p.activation);
-    prefetch_tensor_map(&p.packed);
-    prefetch_tensor_map(&p.output);
-    RowsBarriers<TILE>(smem).init();
-  }
-  if (thread < kHopperMaxSegments) SegmentList{smem + TILE::LIST_OFFSET}.write(p.work, cluster, thread);
-  __syncthreads();
   allow_next_grid();  // its blocks set themselves up while the last of this one finish
-  cluster_sync();
   if (warpgroup < 2) {
-    if constexpr (TILE::MOVE_REGISTERS) raise_register_limit<TILE::CONSUMER_REGISTERS>();
+    raise_register_limit<TILE::CONSUMER_REGISTERS>();
     fill_byte_table(smem + TILE::TABLE_OFFSET, p.values, thread);
     fill_byte_table(smem + TILE::TABLE_OFFSET, p.values, thread + 256);
-    named_barrier(3, 2 * kThreadsPerGroup);
+    __syncwarp();
+    cluster_sync();
     RowsConsumer<DIRECTION, T, TILE>(p, smem, rank, warpgroup, warp).run(cluster);
   } else {
-    if constexpr (TILE::MOVE_REGISTERS) lower_register_limit<TILE::PRODUCER_REGISTERS>();
+    lower_register_limit<TILE::PRODUCER_REGISTERS>();
+    if (warp == 11 && (thread & 31) == 0) {
+      prefetch_tensor_map(&p.activation);
+      prefetch_tensor_map(&p.output);
+      RowsBarriers<TILE>(smem).init();
+    }
+    const SegmentList list{smem + TILE::LIST_OFFSET};
+    for (int i = thread - 256; i < kHopperMaxSegments; i += kThreadsPerGroup) list.write(p.work, cluster, i);
+    named_barrier(3, kThreadsPerGroup);
+    cluster_arrive();
     RowsProducer<DIRECTION, TILE>(p, smem, rank).run(warp - 8);
+    cluster_arrive();
   }
-  __syncwarp();
-  cluster_sync();  // the peer may still copy into this CTA
+  cluster_wait();  // all copies into the peer and all arrivals there are done
 }
 
 }  // namespace nybble::hopper

@@ -20,7 +20,6 @@ struct RowsTile {
   static constexpr int PACKED_BYTES = 2 * JOB_ROWS * 32, SCALE_BYTES = 2 * JOB_ROWS * 4;  // of a step, both halves
   static constexpr int SOURCE_BYTES = 2 * SCALE_BYTES;                      // steps ahead that codes and nested scales are fetched
   static constexpr int BOX_BYTES = 128 * kCodeBox, NESTED_BYTES = 240 * 4;  // of two steps: boxes of codes, nested scales
-  static constexpr bool MOVE_REGISTERS = true;
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56;
 
   static constexpr int HIGH_BYTES = 99 * 1024, HIGH_SLOTS = SLOTS < HIGH_BYTES / X_BYTES ? SLOTS : HIGH_BYTES / X_BYTES;

@@ -2,13 +2,14 @@
 // 128 rows by (2 x tile tokens) tokens, the reduction of a tile into steps of 64.
 #pragma once
 
-#include <cstdint>
+#include "linear/divider.h"
 
 namespace nybble::hopper {
 
 constexpr int kTileRows = 128;
 constexpr int kStep = 64;          // reduction columns a step
 constexpr int kMaxPieces = 8;      // of one tile
+constexpr int kMaxClusters = 72;   // of a launch, two multiprocessors each: a whole GH100
 constexpr int kSpareSegments = 4;  // of a cluster's list: the pieces of a stream-K range, the end marker
 
 // One launch. Clusters take tiles round-robin; what does not fill the clusters evenly is divided in one of two ways.
@@ -22,7 +23,22 @@ struct Work {
   int group = 1;         // token tiles that are walked before the next row tile: they share the packed rows in L2
   int stream_tiles = 0;  // tiles [0, stream_tiles) are one long range of steps, cut evenly at any unit (stream-K)
   int pieces = 1;        // > 1: each tile of the last, partial wave is cut into so many pieces of its reduction
+
+  // What follows from these, for the device.
+  int units = 0;                                                                      // of a tile
+  int whole_end = 0;                                                                  // first tile that is cut into pieces, or tiles
+  Divider by_steps, by_clusters, by_pieces, by_group_tiles, by_group, by_last_width;  // width: of the last group, in token tiles
 };
+constexpr void derive(Work& w) {
+  w.units = w.steps / w.unit;
+  w.whole_end = w.pieces > 1 ? w.tiles / w.clusters * w.clusters : w.tiles;
+  w.by_steps = Divider(w.steps);
+  w.by_clusters = Divider(w.clusters);
+  w.by_pieces = Divider(w.pieces);
+  w.by_group_tiles = Divider(w.group * w.row_tiles);
+  w.by_group = Divider(w.group);
+  w.by_last_width = Divider((w.token_tiles - 1) % w.group + 1);
+}
 
 // A run of steps of one tile. end = 0: no more work.
 struct Segment {
@@ -32,23 +48,17 @@ struct Segment {
   int token_tile = 0;
 };
 
-// Start of a cluster's part of the stream-K range, in steps. 32 bits hold clusters^2 * 2 * steps / unit.
-constexpr int stream_begin(const Work& w, int cluster) {
-  const unsigned units = static_cast<unsigned>(w.stream_tiles) * static_cast<unsigned>(w.steps / w.unit);
-  return static_cast<int>(static_cast<unsigned>(cluster) * units / static_cast<unsigned>(w.clusters)) * w.unit;
-}
+// Start of a cluster's part of the stream-K range, in steps. 31 bits hold clusters^2 * 2 * units.
+constexpr int stream_begin(const Work& w, int cluster) { return w.by_clusters.quotient(cluster * w.stream_tiles * w.units) * w.unit; }
 
-constexpr int piece_begin(const Work& w, int piece) { return piece * (w.steps / w.unit) / w.pieces * w.unit; }
+constexpr int piece_begin(const Work& w, int piece) { return w.by_pieces.quotient(piece * w.units) * w.unit; }
 
 // A piece finishes the chunks [first_chunk(piece), first_chunk(piece + 1)) of its tile's output; with more pieces than chunks some have
 // none.
-constexpr int first_chunk(const Work& w, int piece, int chunks) { return (piece * chunks + w.pieces - 1) / w.pieces; }
+constexpr int first_chunk(const Work& w, int piece, int chunks) { return w.by_pieces.quotient(piece * chunks + w.pieces - 1); }
 
 // End, in steps of the stream-K range, of the last tile that a cluster has a part of.
-constexpr int last_tile_end(const Work& w, int cluster) { return ((stream_begin(w, cluster + 1) - 1) / w.steps + 1) * w.steps; }
-
-// First tile of the last wave when that is cut into pieces.
-constexpr int first_cut_tile(const Work& w) { return w.pieces > 1 ? w.tiles / w.clusters * w.clusters : w.tiles; }
+constexpr int last_tile_end(const Work& w, int cluster) { return (w.by_steps.quotient(stream_begin(w, cluster + 1) - 1) + 1) * w.steps; }
 
 // The segments of one cluster, in order: pieces of its stream-K range, whole tiles, at most one last piece. The end of a stream-K range
 // comes last: it holds the start of a tile whose later steps other clusters stored at the very start of the launch, so nobody waits for it.
@@ -60,26 +70,25 @@ struct Share {
 
 constexpr Share share_of(const Work& w, int cluster) {
   Share s;
-  const int whole_end = first_cut_tile(w);
-  const int cut = cluster / w.pieces;
-  if (cut < w.tiles - whole_end) {
-    s.last_tile = whole_end + cut;
-    s.last_begin = piece_begin(w, cluster % w.pieces);
-    s.last_end = piece_begin(w, cluster % w.pieces + 1);
+  const int cut = w.by_pieces.quotient(cluster), piece = w.by_pieces.remainder(cluster);
+  if (cut < w.tiles - w.whole_end) {
+    s.last_tile = w.whole_end + cut;
+    s.last_begin = piece_begin(w, piece);
+    s.last_end = piece_begin(w, piece + 1);
   }
   if (w.stream_tiles > 0) {
     s.range_begin = stream_begin(w, cluster);
     s.range_end = stream_begin(w, cluster + 1);
-    const int boundary = s.range_end / w.steps * w.steps;
+    const int end_tile = w.by_steps.quotient(s.range_end), boundary = end_tile * w.steps;
     if (boundary > s.range_begin && boundary < s.range_end) {
-      s.last_tile = boundary / w.steps;
+      s.last_tile = end_tile;
       s.last_end = s.range_end - boundary;
       s.range_end = boundary;
     }
-    if (s.range_end > s.range_begin) s.range_segments = (s.range_end - 1) / w.steps - s.range_begin / w.steps + 1;
+    if (s.range_end > s.range_begin) s.range_segments = w.by_steps.quotient(s.range_end - 1) - w.by_steps.quotient(s.range_begin) + 1;
   }
   s.first_tile = w.stream_tiles + cluster;
-  if (s.first_tile < whole_end) s.whole_tiles = (whole_end - s.first_tile + w.clusters - 1) / w.clusters;
+  if (s.first_tile < w.whole_end) s.whole_tiles = w.by_clusters.quotient(w.whole_end - s.first_tile + w.clusters - 1);
   return s;
 }
 
@@ -89,7 +98,7 @@ constexpr Segment segment_of(const Work& w, const Share& s, int i) {
   int tile = 0;
   g.end = w.steps;
   if (i < s.range_segments) {
-    tile = s.range_begin / w.steps + i;
+    tile = w.by_steps.quotient(s.range_begin) + i;
     const int first = tile * w.steps;
     if (i == 0) g.begin = s.range_begin - first;
     if (s.range_end - first < w.steps) g.end = s.range_end - first;
@@ -102,10 +111,9 @@ constexpr Segment segment_of(const Work& w, const Share& s, int i) {
   } else {
     return Segment{};
   }
-  const int group_tiles = w.group * w.row_tiles, first_token_tile = tile / group_tiles * w.group, index = tile % group_tiles;
-  const int width = w.token_tiles - first_token_tile < w.group ? w.token_tiles - first_token_tile : w.group;
-  g.row_tile = index / width;
-  g.token_tile = first_token_tile + index % width;
+  const int group = w.by_group_tiles.quotient(tile), index = w.by_group_tiles.remainder(tile), left = w.token_tiles - group * w.group;
+  g.row_tile = (left < w.group ? w.by_last_width : w.by_group).quotient(index);
+  g.token_tile = group * w.group + index - g.row_tile * (left < w.group ? left : w.group);
   return g;
 }
 

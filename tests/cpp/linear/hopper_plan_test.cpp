@@ -73,9 +73,11 @@ TEST(HopperWork, ALostTileAndADoubledPieceAreSeen) {
   Work w = work_of(p, plan_hopper_as(p, kH200, {HopperTile::kTokens256, HopperSchedule::kWhole, HopperScales::kInKernel, 4}));
   ASSERT_EQ(coverage_fault(w, kHopperMaxSegments), "");
   w.tiles--;
+  derive(w);
   EXPECT_NE(coverage_fault(w, kHopperMaxSegments), "");
   w.tiles++;
   w.stream_tiles = 46, w.pieces = 2;  // the last wave cut in two although the stream-K range moves it
+  derive(w);
   EXPECT_NE(coverage_fault(w, kHopperMaxSegments), "");
 }
 
@@ -123,6 +125,7 @@ TEST(HopperWork, EveryClusterOfAStreamKRangeHasAStep) {
                                                           {HopperTile::kTokens64, HopperSchedule::kStreamK, HopperScales::kExpanded, 4}));
   ASSERT_GT(w.stream_tiles, 0);
   w.clusters = 66;  // more clusters than steps to share
+  derive(w);
   EXPECT_GT(idle_clusters(w), 0);
 }
 
@@ -176,6 +179,7 @@ TEST(HopperWork, EveryFlagThatIsSetIsAwaitedAndOnlyThose) {
       work_of(problem(64, 1000, 576),
               plan_hopper_as(problem(64, 1000, 576), kH200, {HopperTile::kTokens64, HopperSchedule::kStreamK, HopperScales::kExpanded, 4}));
   idle.clusters = 66;
+  derive(idle);
   EXPECT_FALSE(flag_balance(idle, 2, waits).empty()) << "owners wait for clusters that have no step";
 }
 

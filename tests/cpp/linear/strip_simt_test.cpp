@@ -123,7 +123,7 @@ TEST(StripWork, EveryStripOfEverySliceBelongsToOneWarpWhateverTheGroup) {
 
 TEST(StripWork, ADividerDividesExactly) {
   for (const int divisor : {1, 2, 3, 5, 7, 16, 20, 56, 112, 131, 132, 1 << 15, (1 << 20) + 1, 1 << 30}) {
-    const strip::Divider by(divisor);
+    const Divider by(divisor);
     for (const int64_t near : {int64_t{0}, int64_t{1}, int64_t{1000}, int64_t{1} << 20, (int64_t{1} << 31) - 1}) {
       for (int64_t n = near - near % divisor - 2; n <= near - near % divisor + 2; n++) {
         if (n < 0 || n >= int64_t{1} << 31) continue;
