@@ -62,11 +62,9 @@ struct RowsProducer : RowsScales<DIRECTION, TILE> {
     }
   }
 
-  // Packed bytes and scales are the weight's and fetched before the grids before are complete (docs/hopper.md), and before the peer is set
-  // up; activations go there, too.
+  // Packed bytes and scales are the weight's and fetched before the grids before are complete (docs/hopper.md).
   __device__ __forceinline__ void run(int warp) const {
     if (warp == 2) {
-      cluster_wait();
       wait_for_previous_grids();
       if (lane == 0) load_activations();
     } else if (warp == 3) {
@@ -75,7 +73,6 @@ struct RowsProducer : RowsScales<DIRECTION, TILE> {
       this->make_scales(warp * 32 + lane);
     }
     __syncwarp();
-    if (warp != 2) cluster_wait();
   }
 };
 
@@ -281,8 +278,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(TILE::THREADS, 1) mu
     }
     const SegmentList list{smem + TILE::LIST_OFFSET};
     for (int i = thread - 256; i < kHopperMaxSegments; i += kThreadsPerGroup) list.write(p.work, cluster, i);
-    named_barrier(3, kThreadsPerGroup);
-    cluster_arrive();
+    __syncwarp();
+    cluster_sync();  // not in halves: racecheck hangs where warps of a CTA wait for it at different times
     RowsProducer<DIRECTION, TILE>(p, smem, rank).run(warp - 8);
     cluster_arrive();
   }
