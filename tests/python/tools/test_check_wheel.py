@@ -38,7 +38,7 @@ def wheel(tmp_path):
             "nybble/_lib/nybble": _library.path.parent / "libhwy.so.1",
             "nybble-0.1.0.data/scripts/nybble": SCRIPT,
         } | changes
-        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+        with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:  # as wheels are
             for inside, path in files.items():
                 if path is not None:
                     archive.write(path, inside)
