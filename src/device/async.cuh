@@ -107,8 +107,6 @@ template <int PENDING>
 __device__ __forceinline__ void tma_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
-// All groups of this thread are complete, writes included.
-__device__ __forceinline__ void tma_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Shared memory to shared memory of another CTA; `barrier` lies there and counts the bytes.
 __device__ __forceinline__ void bulk_copy_to_peer(uint32_t destination, uint32_t source, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),

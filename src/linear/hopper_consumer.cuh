@@ -31,6 +31,7 @@ struct Consumer : Output<DIRECTION, T, TILE> {
     x_slots = smem + TILE::X_OFFSET;
     empty_w0 = peer_address(barriers.empty_w(0), half);
     weights = smem + half * kHalfBytes;
+    static_assert(Base::kSpareSlots < TILE::W_SLOTS, "the slot of the last stage is never released");
     spare = weights - staging;
     weight_descriptor = wgmma_descriptor(weights);
     x_descriptor = wgmma_descriptor(x_slots);

@@ -45,7 +45,7 @@ struct SegmentList {
   struct Entry {
     int begin, end, row_tile, token_tile;
   };
-  // Thread i of the CTA writes entry i; every entry is written.
+  // Every entry is written, each by one thread.
   __device__ __forceinline__ void write(const Work& work, int cluster, int i) const {
     const Share share = share_of(work, cluster);
     const Segment s = segment_of(work, share, i);
@@ -101,7 +101,8 @@ struct Tile {
   static_assert(SHARED_BYTES <= kSm90SharedBytes, "shared memory of a CTA");
   static_assert(2 * CONSUMER_REGISTERS + DECODE_REGISTERS <= 504, "registers of a CTA of 384 threads");
   static_assert(UNROLL <= 2 * W_SLOTS && UNROLL <= 2 * X_SLOTS && UNROLL % W_SLOTS == 0 && UNROLL % X_SLOTS == 0);
-  static_assert(DECODE_WARPS % 4 == 0 && THREADS >= kHopperMaxSegments && LIST_OFFSET % 16 == 0 && HELD >= 0 && HELD < UNROLL + 2);
+  static_assert(DECODE_WARPS % 4 == 0 && 2 * kThreadsPerGroup - 32 >= kHopperMaxSegments && LIST_OFFSET % 16 == 0 && HELD >= 0 &&
+                HELD < UNROLL + 2);
 };
 
 using Tile256 = Tile<256, 4, 4, 1, 3>;

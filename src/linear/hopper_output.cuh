@@ -24,6 +24,7 @@ struct Output {
   // Where a chunk of the last output lies, relative to staging. Row pairs have a slot of x, other tiles staging and this warpgroup's halves
   // of the weight slots.
   static constexpr int kSpareSlots = TILE::ROW_PAIRS ? 0 : (CHUNKS - STAGING + 1) / 2;
+  static_assert(TILE::ROW_PAIRS || STAGING >= 2 || CHUNKS <= STAGING, "the first two chunks are stored before the slots are awaited");
   __device__ __forceinline__ uint32_t place(int chunk) const {
     if (TILE::ROW_PAIRS) return spare + chunk * kChunkBytes;
     const int beyond = chunk - STAGING;

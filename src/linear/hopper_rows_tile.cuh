@@ -37,7 +37,7 @@ struct RowsTile {
   static_assert(LIST_OFFSET + SegmentList::kBytes <= TABLE_OFFSET && SHARED_BYTES <= kSm90SharedBytes, "shared memory of a CTA");
   static_assert((kMostBoxedBlocks / 2 + 1) * 4 <= NESTED_BYTES);
   static_assert(2 * BOX_BYTES <= SLOTS * SOURCE_BYTES && X_BYTES == CHUNKS * kChunkBytes && SLOTS >= 4);
-  static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 504 && THREADS >= kHopperMaxSegments && LIST_OFFSET % 16 == 0);
+  static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 504 && LIST_OFFSET % 16 == 0);
 
   static __device__ __forceinline__ uint32_t x_slot(uint32_t smem, int slot) {
     const int high = HIGH_OFFSET + slot * X_BYTES;
