@@ -31,7 +31,7 @@ struct Consumer : Output<DIRECTION, T, TILE> {
     x_slots = smem + TILE::X_OFFSET;
     empty_w0 = peer_address(barriers.empty_w(0), half);
     weights = smem + half * kHalfBytes;
-    static_assert(Base::kSpareSlots < TILE::W_SLOTS, "the slot of the last stage is never released");
+    static_assert(Base::kSpareSlots <= TILE::W_SLOTS);
     spare = weights - staging;
     weight_descriptor = wgmma_descriptor(weights);
     x_descriptor = wgmma_descriptor(x_slots);
@@ -193,21 +193,15 @@ struct Consumer : Output<DIRECTION, T, TILE> {
       if (last) {
         if (half == static_cast<int>(rank)) spare_free = barriers.empty_w(0);
         spare_phase = ring_parity<UNROLL, TILE::W_SLOTS>(UNROLL - TILE::W_SLOTS, group ^ 1);
-        leave_cluster();
+        if (leader()) barrier_arrive_remote(empty_w0 + 8 * (TILE::W_SLOTS - 1));  // of the last stage: its decode warp waits for that
       }
       finish_segment(cluster, last);
       segment++;
       enter_segment();
     }
-    if (segment == 0) leave_cluster();
     finish_output();
     if (leader()) tma_wait_read<0>();
     __syncwarp();
-  }
-  // Behind the last step: nothing of the peer is touched any more.
-  __device__ __forceinline__ void leave_cluster() const {
-    __syncwarp();
-    cluster_arrive();
   }
 };
 

@@ -197,7 +197,8 @@ struct Decoder {
     uint32_t phase = 0;
     load_packed<WAY>(true);
     __syncwarp();
-    cluster_wait();  // before the list, the weight slots and the peer
+    cluster_wait_at_once();
+    bool met = false;
     while (more) {
       uint32_t out[ROWS][8][4];
       float scale[ROWS];
@@ -209,12 +210,16 @@ struct Decoder {
       barrier_wait(barriers.full_packed(warp), phase);
       if (WAY == ScaleWay::kReady) read_scales(scale);
       decode(scale, out);
+      if (!met) meet_cluster();
+      met = true;
       load_packed<WAY>();
       __syncwarp();
       barrier_wait(barriers.empty_w(slot), phase ^ 1);
       store(out);
       phase ^= 1;
     }
+    if (!met) meet_cluster();
+    barrier_wait(barriers.empty_w(slot), phase ^ 1);  // what this warp sent has arrived, and was read in both CTAs
   }
   // With its own scales it reads the weight alone, which no multiply writes; only then it need not wait for the grids before.
   __device__ __forceinline__ void run(int cluster) {

@@ -143,6 +143,15 @@ __device__ __forceinline__ SegmentList::Entry SegmentList::first(const Params& p
   return {static_cast<int>(s.x & 0xffff), static_cast<int>(s.x >> 16), static_cast<int>(s.y & 0xffff), static_cast<int>(s.y >> 16)};
 }
 
+// Before the list, slots that others fill or read, and the peer. racecheck hangs where warps of a CTA wait for their cluster at different
+// times: for it they all wait at once.
+__device__ __forceinline__ void cluster_wait_at_once() {
+  if (NYBBLE_FAULT(kForRacecheck)) cluster_wait();
+}
+__device__ __forceinline__ void meet_cluster() {
+  if (!NYBBLE_FAULT(kForRacecheck)) cluster_wait();
+}
+
 // Barriers of a CTA, by address. Phases of a slot alternate full, empty.
 template <typename TILE>
 struct Barriers {

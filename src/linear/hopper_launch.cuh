@@ -33,10 +33,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(TILE::THREADS, 1) mu
   } else {
     if constexpr (TILE::MOVE_REGISTERS) lower_register_limit<TILE::DECODE_REGISTERS>();
     Decoder<DIRECTION, T, TILE>(p, smem, rank, warp - 8).run(cluster);
-    __syncwarp();
-    cluster_arrive();
   }
-  cluster_wait();  // all copies into the peer and all arrivals there are done
 }
 
 template <Direction DIRECTION, typename T>

@@ -192,10 +192,6 @@ struct Output {
       for (int i = 4 * c; i < 4 * c + 4; i++)
         __stcg(to + i * kThreadsPerGroup, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
     }
-    if constexpr (!TILE::ROW_PAIRS) {
-      __threadfence();
-      barrier();
-    }
   }
   // Two chunks at a time where registers allow: with one, their way through L2 is most of what cutting a tile costs.
   __device__ __forceinline__ void add_partial_chunks(int block, int first, int last) {
@@ -269,7 +265,7 @@ struct Output {
     const int first = first_chunk(p.work, me, CHUNKS), last = first_chunk(p.work, me + 1, CHUNKS);
     const int block0 = static_cast<int>(blockIdx.x) + 2 * me;  // of piece 0: block indices fall as clusters rise
     store_partial_chunks(first, last);
-    if constexpr (TILE::ROW_PAIRS) barrier();
+    barrier();
     if (thread < pieces && thread != me) {
       if (first_chunk(p.work, thread, CHUNKS) < first_chunk(p.work, thread + 1, CHUNKS)) set_flag(thread);
       if (first < last) await_flag(block0 - 2 * thread, me);
@@ -293,8 +289,9 @@ struct Output {
     store_partial_chunks(0, 0);
     if constexpr (TILE::ROW_PAIRS) {
       owes_flag = true;
-    } else if (leader()) {
-      set_flag(0);
+    } else {
+      barrier();
+      if (leader()) set_flag(0);
     }
   }
   __device__ __forceinline__ void set_owed_flag() {

@@ -29,8 +29,9 @@ struct RowsProducer : RowsScales<DIRECTION, TILE> {
 
   // One lane. Its half of the tokens goes to both CTAs.
   __device__ __forceinline__ void load_activations() const {
-    Cursor at(smem + TILE::LIST_OFFSET);
-    for (uint32_t group = 0; at.advance(); group ^= 1) {
+    Cursor at = this->units();
+    uint32_t group = 0;
+    for (; at.advance(); group ^= 1) {
       const int token = at.token_tile * TILE::TOKENS + rank * TILE::X_BOX;
 #pragma unroll
       for (int s = 0; s < SLOTS; s++) {
@@ -41,34 +42,44 @@ struct RowsProducer : RowsScales<DIRECTION, TILE> {
                            token, 3);
       }
     }
+    // What this CTA sent has arrived and was read in both, and the peer's arrivals are in: either may end, whatever the other does.
+    for (int s = 0; s < SLOTS; s++) barrier_wait(barriers.empty_x(s), group ^ 1);
   }
 
   // One lane.
-  __device__ __forceinline__ void load_packed() const {
-    Cursor at(smem + TILE::LIST_OFFSET);
-    for (uint32_t group = 0; at.advance(); group ^= 1) {
+  __device__ __forceinline__ void load_packed_unit(const Cursor& at, uint32_t group) const {
 #pragma unroll
-      for (int s = 0; s < SLOTS; s++) {
-        NYBBLE_DELAY(12);
-        barrier_wait(barriers.empty_w(s), group ^ 1);
-        barrier_expect(barriers.full_w(s), TILE::PACKED_BYTES);
-        const uint32_t to = smem + TILE::PACKED_OFFSET + s * TILE::PACKED_BYTES;
+    for (int s = 0; s < SLOTS; s++) {
+      NYBBLE_DELAY(12);
+      barrier_wait(barriers.empty_w(s), group ^ 1);
+      barrier_expect(barriers.full_w(s), TILE::PACKED_BYTES);
+      const uint32_t to = smem + TILE::PACKED_OFFSET + s * TILE::PACKED_BYTES;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-          tma_load(to + half * (TILE::PACKED_BYTES / 2), &p.packed, barriers.full_w(s), block_of(at, at.step + s, half) * 32,
-                   first_row(at, at.step + s, half));
-        }
+      for (int half = 0; half < 2; half++) {
+        tma_load(to + half * (TILE::PACKED_BYTES / 2), &p.packed, barriers.full_w(s), block_of(at, at.step + s, half) * 32,
+                 first_row(at, at.step + s, half));
       }
     }
+  }
+  // The first unit needs no more than the barriers, which this lane has made.
+  __device__ __forceinline__ void load_packed() const {
+    Cursor at = this->units();
+    const bool loads = at.advance() && lane == 0;
+    if (loads) load_packed_unit(at, 0);
+    __syncwarp();
+    meet_cluster();
+    if (!loads) return;
+    for (uint32_t group = 1; at.advance(); group ^= 1) load_packed_unit(at, group);
   }
 
   // Packed bytes and scales are the weight's and fetched before the grids before are complete (docs/hopper.md).
   __device__ __forceinline__ void run(int warp) const {
     if (warp == 2) {
+      meet_cluster();
       wait_for_previous_grids();
       if (lane == 0) load_activations();
     } else if (warp == 3) {
-      if (lane == 0) load_packed();
+      load_packed();
     } else {
       this->make_scales(warp * 32 + lane);
     }
@@ -236,8 +247,6 @@ struct RowsConsumer : Output<DIRECTION, T, TILE> {
     while (end > 0) {
       run_segment(group);
       if (list.is_last(segment)) {  // no more x: all output of a warpgroup fits a slot that everyone has read
-        __syncwarp();
-        cluster_arrive();  // nothing of the peer is touched any more
         barrier_wait(barriers.empty_x(half), group ^ 1);
         this->spare = TILE::x_slot(smem, half) - this->staging;
       }
@@ -245,7 +254,6 @@ struct RowsConsumer : Output<DIRECTION, T, TILE> {
       segment++;
       enter_segment();
     }
-    if (segment == 0) cluster_arrive();
     set_owed_flag();
     if (leader()) tma_wait_read<0>();
     __syncwarp();
@@ -263,27 +271,29 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(TILE::THREADS, 1) mu
   const int cluster = static_cast<int>(gridDim.x / 2 - 1 - blockIdx.x / 2);
   allow_next_grid();  // its blocks set themselves up while the last of this one finish
   if (warpgroup < 2) {
+    if (thread < kHopperMaxSegments) SegmentList{smem + TILE::LIST_OFFSET}.write(p.work, cluster, thread);
     raise_register_limit<TILE::CONSUMER_REGISTERS>();
+    __syncwarp();
+    cluster_arrive();
+    cluster_wait_at_once();
     fill_byte_table(smem + TILE::TABLE_OFFSET, p.values, thread);
     fill_byte_table(smem + TILE::TABLE_OFFSET, p.values, thread + 256);
     __syncwarp();
-    cluster_sync();
+    meet_cluster();
+    named_barrier(3, 2 * kThreadsPerGroup);  // the table
     RowsConsumer<DIRECTION, T, TILE>(p, smem, rank, warpgroup, warp).run(cluster);
   } else {
     lower_register_limit<TILE::PRODUCER_REGISTERS>();
-    if (warp == 11 && (thread & 31) == 0) {
+    if (thread == 352) RowsBarriers<TILE>(smem).init();  // its warp's first loads need them
+    if (thread == 320) {
       prefetch_tensor_map(&p.activation);
       prefetch_tensor_map(&p.output);
-      RowsBarriers<TILE>(smem).init();
     }
-    const SegmentList list{smem + TILE::LIST_OFFSET};
-    for (int i = thread - 256; i < kHopperMaxSegments; i += kThreadsPerGroup) list.write(p.work, cluster, i);
     __syncwarp();
-    cluster_sync();  // not in halves: racecheck hangs where warps of a CTA wait for it at different times
-    RowsProducer<DIRECTION, TILE>(p, smem, rank).run(warp - 8);
     cluster_arrive();
+    cluster_wait_at_once();
+    RowsProducer<DIRECTION, TILE>(p, smem, rank, cluster).run(warp - 8);
   }
-  cluster_wait();  // all copies into the peer and all arrivals there are done
 }
 
 }  // namespace nybble::hopper

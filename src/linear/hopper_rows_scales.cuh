@@ -29,9 +29,16 @@ struct RowsScales {
   const uint32_t smem;
   const int rank, lane;
   const RowsBarriers<TILE> barriers;
+  const SegmentList::Entry first;
 
-  __device__ __forceinline__ RowsScales(const Params& params, uint32_t base, uint32_t cluster_rank)
-      : p(params), smem(base), rank(static_cast<int>(cluster_rank)), lane(static_cast<int>(threadIdx.x & 31)), barriers(base) {}
+  __device__ __forceinline__ RowsScales(const Params& params, uint32_t base, uint32_t cluster_rank, int cluster)
+      : p(params),
+        smem(base),
+        rank(static_cast<int>(cluster_rank)),
+        lane(static_cast<int>(threadIdx.x & 31)),
+        barriers(base),
+        first(SegmentList::first(params, cluster)) {}
+  __device__ __forceinline__ Cursor units() const { return Cursor(smem + TILE::LIST_OFFSET, first); }
 
   // First row of W, and its block of 64 along k, of half `half` of a step.
   __device__ __forceinline__ int first_row(const Cursor& at, int step, int half) const {
@@ -94,12 +101,13 @@ struct RowsScales {
   }
   __device__ __forceinline__ void make_any_scales(int entry) const {
     const ScaleSource& s = p.source;
-    Cursor at(smem + TILE::LIST_OFFSET), ahead(smem + TILE::LIST_OFFSET);
+    Cursor at = units(), ahead = units();
     uint32_t byte[SLOTS][2];
     bool more = ahead.advance();
 #pragma unroll
     for (int slot = 0; slot < SLOTS; slot++) fetch_any(ahead, more, slot, entry, byte[slot]);
     const float offset = load_code_values(entry);
+    meet_cluster();
     for (uint32_t group = 0; at.advance(); group ^= 1) {
       more = more && ahead.advance();
 #pragma unroll
@@ -142,10 +150,11 @@ struct RowsScales {
     commit_copies();
   }
   __device__ __forceinline__ void make_scales_of_words(int entry) const {
-    Cursor at(smem + TILE::LIST_OFFSET), ahead(smem + TILE::LIST_OFFSET);
+    Cursor at = units(), ahead = units();
     bool more = ahead.advance();
     fetch_unit(ahead, more, 0, entry);
     const float offset = load_code_values(entry);
+    meet_cluster();
     for (uint32_t group = 0; at.advance(); group ^= 1) {
       more = more && ahead.advance();
       fetch_unit(ahead, more, group ^ 1, entry);
@@ -190,10 +199,15 @@ struct RowsScales {
   }
   __device__ __forceinline__ void make_scales_of_boxes(int entry) const {
     const ScaleSource& s = p.source;
-    Cursor at(smem + TILE::LIST_OFFSET), ahead(smem + TILE::LIST_OFFSET);
+    Cursor at = units(), ahead = units();
     bool more = ahead.advance();
+    if (entry == 0) {
+      for (int pair = 0; pair < 2; pair++) barrier_init(barriers.full_box(pair), 1);
+      barrier_init_fence();
+    }
     for (int pair = 0; pair < 2; pair++) fetch_pair(ahead, more, 2 * pair, pair, entry);
     const float offset = load_code_values(entry);
+    meet_cluster();
     for (uint32_t group = 0; at.advance(); group ^= 1) {
       more = more && ahead.advance();
 #pragma unroll

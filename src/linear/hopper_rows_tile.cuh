@@ -62,6 +62,7 @@ struct RowsBarriers {
   __device__ uint32_t empty_x(int slot) const { return base + 8 * (TILE::SLOTS + slot); }  // read by all warpgroups of the cluster
   __device__ uint32_t full_w(int slot) const { return base + 8 * (2 * TILE::SLOTS + slot); }
   __device__ uint32_t empty_w(int slot) const { return base + 8 * (3 * TILE::SLOTS + slot); }
+  // Initialised by the thread that fetches boxes.
   __device__ uint32_t full_box(int buffer) const { return base + 8 * (4 * TILE::SLOTS + buffer); }
 
   __device__ void init() const {
@@ -72,20 +73,21 @@ struct RowsBarriers {
       barrier_init(full_w(s), 1 + 2 * arrivals);  // packed bytes, two warps of scales
       barrier_init(empty_w(s), 8 * arrivals);     // consumer warps
     }
-    for (int b = 0; b < 2; b++) barrier_init(full_box(b), 1);
     barrier_init_fence();
   }
 };
 
-// The units of SLOTS steps of a cluster, one after the other.
+// The units of SLOTS steps of a cluster, one after the other; those of the first segment before the list is there.
 template <int SLOTS>
 struct UnitCursor {
   SegmentList list;
-  int segment = 0, step = 0, end = 0, row_tile = 0, token_tile = 0;
-  __device__ __forceinline__ explicit UnitCursor(uint32_t at) : list{at} {}
+  int segment = 1, step, end, row_tile, token_tile;
+  __device__ __forceinline__ UnitCursor(uint32_t list_at, const SegmentList::Entry& first)
+      : list{list_at}, step(first.begin - SLOTS), end(first.end), row_tile(first.row_tile), token_tile(first.token_tile) {}
   __device__ __forceinline__ bool advance() {
     step += SLOTS;
     if (step < end) return true;
+    if (end == 0) return false;
     const auto e = list.read(segment++);
     step = e.begin;
     end = e.end;
