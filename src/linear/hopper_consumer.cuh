@@ -149,12 +149,16 @@ struct Consumer : Output<DIRECTION, T, TILE> {
     if (stage == (CHUNKS - STAGING) % UNROLL && pending == kAllSent) free_staging();
   }
   __device__ __forceinline__ void finish_output() {
-    if (pending == kFirstChunks) send_first_chunks();
+    int busy = pending != kIdle;  // mostly not: then the code below is not fetched
+    asm volatile("" : "+r"(busy));
+    if (busy) {
+      if (pending == kFirstChunks) send_first_chunks();
 #pragma unroll
-    for (int c = STAGING; c < CHUNKS; c++) {
-      if (pending == c) write_held_chunk(c);
+      for (int c = STAGING; c < CHUNKS; c++) {
+        if (pending == c) write_held_chunk(c);
+      }
+      if (pending == kAllSent) free_staging();
     }
-    if (pending == kAllSent) free_staging();
     pending = kIdle;
     clear_held();
   }
@@ -181,7 +185,7 @@ struct Consumer : Output<DIRECTION, T, TILE> {
 
   __device__ __forceinline__ void run(int cluster) {
     enter_segment();
-    if (p.source.in_kernel) wait_for_previous_grids();  // otherwise the expansion was launched after whatever wrote x
+    if (p.source.way != ScaleWay::kReady) wait_for_previous_grids();  // otherwise the expansion was launched after whatever wrote x
     if (loader() && end > 0) {
       for (int s = 0; s < TILE::X_SLOTS; s++) load_x(s, begin + s, token);
     }
@@ -199,7 +203,6 @@ struct Consumer : Output<DIRECTION, T, TILE> {
       segment++;
       enter_segment();
     }
-    finish_output();
     if (leader()) tma_wait_read<0>();
     __syncwarp();
   }

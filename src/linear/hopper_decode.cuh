@@ -8,10 +8,6 @@
 
 namespace nybble::hopper {
 
-// Where the scales of a job come from: ready in the workspace, or made here from nested ones in fp32 (the common case, without a branch
-// in the loop; in runs: forward, blocks of 64, the codes of 16 steps are 16 aligned bytes), or from anything else.
-enum class ScaleWay : uint8_t { kReady, kNestedRuns, kNested, kOther };
-
 // Warp `index` of the decode warps fills JOB_ROWS rows of half `rank` of weight slot index / WARPS, every W_SLOTS-th step.
 template <Direction DIRECTION, typename T, typename TILE>
 struct Decoder {
@@ -30,7 +26,7 @@ struct Decoder {
   uint32_t scale_code = 0;  // nested scales: address of the code of this lane's first row
   float offset = 0;
   bool more = true;
-  uint4 codes[ROWS];  // kNestedRuns: of 16 steps, and their nested scale
+  uint4 codes[ROWS];  // kRuns: of 16 steps, and their nested scale
   float run_scale[ROWS];
 
   __device__ __forceinline__ Decoder(const Params& params, uint32_t base, uint32_t cluster_rank, int index)
@@ -78,12 +74,12 @@ struct Decoder {
     if (lane == 0) {
       barrier_expect(barriers.full_packed(warp), TILE::PACKED_BYTES + (WAY == ScaleWay::kReady ? TILE::SCALE_BYTES : 0));
       tma_load(packed, &p.packed, barriers.full_packed(warp), block * 32, first_row);
-      if (WAY == ScaleWay::kReady) tma_load(scales, &p.scales, barriers.full_packed(warp), first_row, block >> p.block_shift);
+      if (WAY == ScaleWay::kReady) tma_load(scales, &p.scales, barriers.full_packed(warp), first_row, block >> p.source.block_shift);
     }
-    if (WAY == ScaleWay::kNestedRuns) {
+    if (WAY == ScaleWay::kRuns) {
       load_run(first_row + lane, static_cast<uint32_t>(block), other || (step & 15) < TILE::W_SLOTS);
     } else if (WAY != ScaleWay::kReady) {
-      load_own_scales<WAY>(first_row + lane, static_cast<uint32_t>(block >> p.block_shift));
+      load_own_scales<WAY>(first_row + lane, static_cast<uint32_t>(block >> p.source.block_shift));
     }
     step += TILE::W_SLOTS;
   }
@@ -142,7 +138,7 @@ struct Decoder {
     const ScaleSource& s = p.source;
     const DType dtype = WAY == ScaleWay::kNested ? DType::kFloat32 : s.nested_dtype;
     wait_copies<0>();
-    if (WAY == ScaleWay::kOther && !s.nested) return read_scales(scale);
+    if (WAY == ScaleWay::kAny && !s.nested) return read_scales(scale);
     float value[ROWS], nested[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) value[i] = s.nested_code[load_shared_u8(scale_code + i * 128)];  // 1 KB: stays in L1
@@ -202,7 +198,7 @@ struct Decoder {
     while (more) {
       uint32_t out[ROWS][8][4];
       float scale[ROWS];
-      if (WAY == ScaleWay::kNestedRuns) {
+      if (WAY == ScaleWay::kRuns) {
         make_run_scales(scale);
       } else if (WAY != ScaleWay::kReady) {
         make_own_scales<WAY>(scale);
@@ -221,25 +217,25 @@ struct Decoder {
     if (!met) meet_cluster();
     barrier_wait(barriers.empty_w(slot), phase ^ 1);  // what this warp sent has arrived, and was read in both CTAs
   }
-  // With its own scales it reads the weight alone, which no multiply writes; only then it need not wait for the grids before.
+  // With its own scales it reads the weight alone, which no multiply writes; only then it need not wait for the grids before. One loop a
+  // way, so that there is no branch on it in a step.
   __device__ __forceinline__ void run(int cluster) {
     const ScaleSource& s = p.source;
     cluster_arrive();
     begin(cluster);
-    if (!s.in_kernel) {
+    if (s.way == ScaleWay::kReady) {
       wait_for_previous_grids();
       return run_jobs<ScaleWay::kReady>();
     }
-    if (!s.nested || s.nested_dtype != DType::kFloat32) {
+    if (s.way == ScaleWay::kAny) {
       if (s.nested) offset = round_through(*s.offset, s.nested_dtype);
-      return run_jobs<ScaleWay::kOther>();
+      return run_jobs<ScaleWay::kAny>();
     }
     offset = *s.offset;
     prefetch_l1(reinterpret_cast<const uint8_t*>(s.nested_code) + lane * 32);
-    const bool runs = p.block_shift == 0 && s.blocks % 16 == 0 && reinterpret_cast<uintptr_t>(s.absmax) % 16 == 0;
-    if (DIRECTION == Direction::kForward && runs) {
+    if (DIRECTION == Direction::kForward && s.way == ScaleWay::kRuns) {
       for (int i = 0; i < ROWS; i++) codes[i] = make_uint4(0, 0, 0, 0), run_scale[i] = 0;
-      return run_jobs<ScaleWay::kNestedRuns>();
+      return run_jobs<ScaleWay::kRuns>();
     }
     run_jobs<ScaleWay::kNested>();
   }

@@ -15,26 +15,33 @@ namespace nybble::hopper {
 template <typename T>
 constexpr CUtensorMapDataType kMapType = __is_same(T, __half) ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 
-inline ScaleSource make_source(const Launch& l) {
+// Runs, words and boxes need rows of codes that start where 16 bytes, a word or TMA can. Forward, a thread's own words serve four steps, and
+// boxes were no faster.
+inline ScaleWay scale_way(const LinearProblem& q, const ScaleSource& s, bool row_pairs, HopperScales scales) {
+  if (scales == HopperScales::kExpanded) return ScaleWay::kReady;
+  const bool forward = q.direction == Direction::kForward, runs = s.blocks % kCodeBox == 0 && reinterpret_cast<uintptr_t>(s.absmax) % 16 == 0;
+  if (!s.nested || s.nested_dtype != DType::kFloat32) return ScaleWay::kAny;
+  if (!row_pairs) return forward && q.block_size == kStep && runs ? ScaleWay::kRuns : ScaleWay::kNested;
+  if (q.block_size != kStep) return ScaleWay::kAny;
+  if (!forward && runs && s.blocks <= kMostBoxedBlocks) return ScaleWay::kBoxes;
+  return s.blocks % 4 == 0 ? ScaleWay::kWords : ScaleWay::kAny;
+}
+
+inline ScaleSource make_source(const Launch& l, bool row_pairs) {
   const Scales& s = l.args.weight.scales;
+  const LinearProblem& q = l.problem;
   ScaleSource source{};
-  source.in_kernel = hopper_scales(l.plan.variant) == HopperScales::kInKernel;
   source.nested = s.nested();
   source.nested_dtype = s.nested_dtype;
-  source.n = static_cast<uint32_t>(l.problem.n);
-  source.blocks = static_cast<uint32_t>(l.problem.k / l.problem.block_size);
+  source.block_shift = std::countr_zero(static_cast<unsigned>(q.block_size)) - std::countr_zero(static_cast<unsigned>(kStep));
+  source.n = static_cast<uint32_t>(q.n);
+  source.blocks = static_cast<uint32_t>(q.k / q.block_size);
   source.absmax = s.nested() ? static_cast<const void*>(s.absmax_codes) : s.absmax;
   source.nested_absmax = s.nested_absmax;
   source.nested_code = s.nested_code;
   source.offset = s.offset;
+  source.way = scale_way(q, source, row_pairs, hopper_scales(l.plan.variant));
   return source;
-}
-
-// Where codes come as boxes of 16: rows of codes that TMA can address, scales as make_scales_of_boxes() expects them. Forward, a thread's
-// own words serve four steps, and boxes were no faster.
-inline bool takes_code_boxes(const LinearProblem& q, const ScaleSource& s) {
-  return q.direction == Direction::kGradInput && s.nested && s.nested_dtype == DType::kFloat32 && q.block_size == kStep &&
-         s.blocks % kCodeBox == 0 && s.blocks <= kMostBoxedBlocks && reinterpret_cast<uintptr_t>(s.absmax) % 16 == 0;
 }
 
 template <typename T, typename TILE>
@@ -50,13 +57,12 @@ Params make_params(const Launch& l) {
                              TILE::X_BOX, CU_TENSOR_MAP_SWIZZLE_128B});
   p.packed = tensor_map(
       {CU_TENSOR_MAP_DATA_TYPE_UINT8, l.args.weight.packed, q.k / 2, q.n, q.k / 2, 32, TILE::JOB_ROWS, CU_TENSOR_MAP_SWIZZLE_32B});
-  p.source = make_source(l);
-  p.source.code_boxes = TILE::ROW_PAIRS && takes_code_boxes(q, p.source);
-  if (!p.source.in_kernel) {
+  p.source = make_source(l, TILE::ROW_PAIRS);
+  if (p.source.way == ScaleWay::kReady) {
     p.scales = tensor_map({CU_TENSOR_MAP_DATA_TYPE_FLOAT32, workspace + layout.scales, q.n, q.k / q.block_size, q.n * 4, TILE::JOB_ROWS, 1,
                            CU_TENSOR_MAP_SWIZZLE_NONE});
   }
-  if (p.source.code_boxes) {
+  if (p.source.way == ScaleWay::kBoxes) {
     p.scales = tensor_map(
         {CU_TENSOR_MAP_DATA_TYPE_UINT8, p.source.absmax, p.source.blocks, q.n, p.source.blocks, kCodeBox, 128, CU_TENSOR_MAP_SWIZZLE_NONE});
   }
@@ -67,7 +73,6 @@ Params make_params(const Launch& l) {
   p.work = hopper_work(q, l.plan, l.count);
   p.bias = l.args.bias;
   p.rows = static_cast<int>(rows);
-  p.block_shift = std::countr_zero(static_cast<unsigned>(q.block_size)) - std::countr_zero(static_cast<unsigned>(kStep));
   p.partials = reinterpret_cast<float*>(workspace + layout.partials);
   p.flags = reinterpret_cast<uint64_t*>(workspace + layout.flags);
   p.nonce = next_nonce();
