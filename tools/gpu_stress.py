@@ -34,6 +34,7 @@ FAULTS = {
     "no_grid_wait": ("hopper", "hopper_rows", "small_m", "strips"),
     "copy_not_awaited": ("hopper", "hopper_rows", "strips", "portable"),
     "sums_not_awaited": ("small_m", "strips"),
+    "spare_not_awaited": ("hopper",),
     "arrival_order": ("hopper", "hopper_rows", "small_m", "strips"),
 }
 for planted, kernels in FAULTS.items():

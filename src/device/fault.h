@@ -24,22 +24,23 @@
 namespace nybble::fault {
 
 enum class Fault : unsigned {
-  kNoProxyFence,    // stores to shared memory are not made visible to wgmma, TMA and bulk copies
-  kReleasedUnread,  // a slot goes back to its producer before it is read
-  kReleasedEarly,   // a slot goes back to its producer while it is still read
-  kWrongParity,     // a full barrier is awaited with the other parity
-  kPeerNotAwaited,  // the half of a weight tile that the other CTA copies is not waited for
-  kFlagNotReset,    // flags and counters of partial sums keep what an earlier launch left
-  kFlagNotCleared,  // a flag of partial sums stays set once its reader has seen it
-  kNoGridWait,      // a kernel that was started early does not wait for the kernel before it
-  kCopyNotAwaited,  // results of cp.async are read without waiting
-  kArrivalOrder,    // partial sums are added in an order that the clock picks, as atomics would add them
-  kForRacecheck,    // no fault, but what racecheck can follow: a barrier behind loads that nobody uses, arrivals of every lane
-  kSumsNotAwaited,  // sums of other warps are read from shared memory without the barrier
+  kNoProxyFence,     // stores to shared memory are not made visible to wgmma, TMA and bulk copies
+  kReleasedUnread,   // a slot goes back to its producer before it is read
+  kReleasedEarly,    // a slot goes back to its producer while it is still read
+  kWrongParity,      // a full barrier is awaited with the other parity
+  kPeerNotAwaited,   // the half of a weight tile that the other CTA copies is not waited for
+  kFlagNotReset,     // flags and counters of partial sums keep what an earlier launch left
+  kFlagNotCleared,   // a flag of partial sums stays set once its reader has seen it
+  kNoGridWait,       // a kernel that was started early does not wait for the kernel before it
+  kCopyNotAwaited,   // results of cp.async are read without waiting
+  kArrivalOrder,     // partial sums are added in an order that the clock picks, as atomics would add them
+  kForRacecheck,     // no fault, but what racecheck can follow: a barrier behind loads that nobody uses, arrivals of every lane
+  kSumsNotAwaited,   // sums of other warps are read from shared memory without the barrier
+  kSpareNotAwaited,  // output is staged where weights are still being copied to the peer
 };
-constexpr const char* kNames[] = {"no_proxy_fence",   "released_unread", "released_early",   "wrong_parity",
-                                  "peer_not_awaited", "flag_not_reset",  "flag_not_cleared", "no_grid_wait",
-                                  "copy_not_awaited", "arrival_order",   "for_racecheck",    "sums_not_awaited"};
+constexpr const char* kNames[] = {"no_proxy_fence", "released_unread",  "released_early",   "wrong_parity",     "peer_not_awaited",
+                                  "flag_not_reset", "flag_not_cleared", "no_grid_wait",     "copy_not_awaited", "arrival_order",
+                                  "for_racecheck",  "sums_not_awaited", "spare_not_awaited"};
 
 // faults: bit i is Fault i. One visit of a place in delay_odds sleeps, up to delay_ns; odds 0: none.
 struct Switches {

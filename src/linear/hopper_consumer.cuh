@@ -9,8 +9,8 @@ namespace nybble::hopper {
 template <Direction DIRECTION, typename T, typename TILE>
 struct Consumer : Output<DIRECTION, T, TILE> {
   using Base = Output<DIRECTION, T, TILE>;
-  using Base::barrier, Base::enter_segment, Base::first_token, Base::leader, Base::spare, Base::spare_free, Base::spare_phase,
-      Base::staging, Base::write_chunks, Base::list, Base::locate_output, Base::pack_chunk;
+  using Base::barrier, Base::enter_segment, Base::first_token, Base::leader, Base::group, Base::staging, Base::write_chunks, Base::list,
+      Base::locate_output, Base::pack_chunk;
   using Base::begin, Base::end, Base::half, Base::p, Base::rank, Base::segment, Base::sum, Base::thread, Base::token;
   using Base::finish_sums, Base::send_chunk, Base::stage_chunk;
 
@@ -24,7 +24,7 @@ struct Consumer : Output<DIRECTION, T, TILE> {
   uint64_t weight_descriptor, x_descriptor;
   static constexpr int HELD_WORDS = TILE::HELD * kChunkWords;
   uint32_t held[HELD_WORDS > 0 ? HELD_WORDS : 1];
-  int pending = kIdle, pending_segment = 0;
+  int pending = kIdle;  // that of the segment before
 
   __device__ __forceinline__ Consumer(const Params& params, uint32_t smem, uint32_t cluster_rank, int warpgroup, int warp)
       : Base(params, smem, cluster_rank, warpgroup, warp), barriers{smem + TILE::BARRIER_OFFSET} {
@@ -32,7 +32,6 @@ struct Consumer : Output<DIRECTION, T, TILE> {
     empty_w0 = peer_address(barriers.empty_w(0), half);
     weights = smem + half * kHalfBytes;
     static_assert(Base::kSpareSlots <= TILE::W_SLOTS);
-    spare = weights - staging;
     weight_descriptor = wgmma_descriptor(weights);
     x_descriptor = wgmma_descriptor(x_slots);
     clear_held();
@@ -83,7 +82,7 @@ struct Consumer : Output<DIRECTION, T, TILE> {
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void run_segment(uint32_t& group) {
+  __device__ __forceinline__ void run_segment() {
     for (int step = begin; step < end; step += UNROLL) {
 #pragma unroll
       for (int s = 0; s < UNROLL; s++) {
@@ -117,7 +116,7 @@ struct Consumer : Output<DIRECTION, T, TILE> {
   // (longer ones would outlast the one wgmma group in flight).
 
   __device__ __forceinline__ void send_first_chunks() {
-    locate_output(pending_segment);
+    locate_output(segment - 1);
     async_proxy_fence();
     barrier();
 #pragma unroll
@@ -176,11 +175,10 @@ struct Consumer : Output<DIRECTION, T, TILE> {
       for (int i = 0; i < HELD_WORDS; i++) asm volatile("" : "+r"(held[i]));
     }
     pending = kFirstChunks;
-    pending_segment = segment;
   }
-  __device__ __forceinline__ void finish_segment(int cluster, bool last) {
+  __device__ __forceinline__ void finish_segment(int cluster) {
     finish_output();
-    finish_sums(cluster, [&] { last ? write_chunks(0, CHUNKS) : defer_output(); });
+    finish_sums(cluster, [&] { list.is_last(segment) ? write_chunks(0, CHUNKS) : defer_output(); });
   }
 
   __device__ __forceinline__ void run(int cluster) {
@@ -190,16 +188,11 @@ struct Consumer : Output<DIRECTION, T, TILE> {
       for (int s = 0; s < TILE::X_SLOTS; s++) load_x(s, begin + s, token);
     }
     wait_for_previous_grids();  // the workspace and the output, which they may use
-    uint32_t group = 0;
     while (end > 0) {
-      run_segment(group);
-      const bool last = list.is_last(segment);
-      if (last) {
-        if (half == static_cast<int>(rank)) spare_free = barriers.empty_w(0);
-        spare_phase = ring_parity<UNROLL, TILE::W_SLOTS>(UNROLL - TILE::W_SLOTS, group ^ 1);
-        if (leader()) barrier_arrive_remote(empty_w0 + 8 * (TILE::W_SLOTS - 1));  // of the last stage: its decode warp waits for that
-      }
-      finish_segment(cluster, last);
+      run_segment();
+      // Of the last stage: its decode warp waits for that.
+      if (leader() && list.is_last(segment)) barrier_arrive_remote(empty_w0 + 8 * (TILE::W_SLOTS - 1));
+      finish_segment(cluster);
       segment++;
       enter_segment();
     }

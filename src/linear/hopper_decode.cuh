@@ -184,6 +184,7 @@ struct Decoder {
     __syncwarp();
     if (lane == 0) {
       barrier_arrive(barriers.full_w(rank, slot));
+      NYBBLE_DELAY(19);
       bulk_copy_to_peer(peer_weights, weights, TILE::JOB_ROWS * 128, peer_full);
     }
   }

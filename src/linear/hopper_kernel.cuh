@@ -109,34 +109,32 @@ using Tile256 = Tile<256, 4, 4, 1, 3>;
 using Tile128 = Tile<128, 4, 8, 2, 2>;
 using Tile64 = Tile<64, 4, 8, 2, 2>;
 
-// Where the scales of a step come from, by what the weight's own look like. Tiles of tokens take kReady, kRuns, kNested, kAny; row pairs
-// kBoxes, kWords, kAny.
+// Where decode warps find the scales of a step, by what the weight's own look like.
 enum class ScaleWay : uint8_t {
   kReady,   // expanded before, Params::scales is a map of them
   kRuns,    // forward, blocks of 64, nested in fp32: the codes of 16 steps of a row are 16 aligned bytes
   kNested,  // nested in fp32
-  kBoxes,   // grad_x, blocks of 64, nested in fp32: 16 codes of each of 128 rows by TMA, Params::scales is a map of the codes
-  kWords,   // blocks of 64, nested in fp32, a multiple of 4 in a row: the codes of four steps (forward) or of both halves (grad_x)
   kAny
 };
 
 // A weight's own scales. What warps need before their first load lies in one line of constants: each line costs them hundreds of clocks.
-struct alignas(64) ScaleSource {
+struct ScaleSource {
   ScaleWay way;
   bool nested;
+  bool code_boxes;  // row pairs: Params::scales is a map of the codes
   DType nested_dtype;
-  int block_shift;             // log2(block / 64)
   uint32_t n, blocks;          // rows of W, blocks of a row
   const void* absmax;          // [n][blocks] fp32, or uint8 codes
   const float* nested_absmax;  // [ceil(n * blocks / 256)]
   const float* nested_code;    // [256]
   const float* offset;         // [1]
+  int block_shift;             // log2(block / 64)
 };
 
 struct Params {
   CUtensorMap activation;  // [tokens][reduction], box TOKENS x 64
   CUtensorMap packed;      // [n][k / 2] bytes, box JOB_ROWS x 32
-  CUtensorMap scales;      // [k / block][n] fp32, box 1 x JOB_ROWS; kBoxes: [n][k / 64] codes, box 128 x 16; otherwise unused
+  CUtensorMap scales;      // [k / block][n] fp32, box 1 x JOB_ROWS; code_boxes: [n][k / 64] codes, box 128 x 16; otherwise unused
   CUtensorMap output;      // [tokens][rows], box 32 x 64
   float values[16];        // of the 4-bit codes
   ScaleSource source;

@@ -19,22 +19,27 @@ struct Output {
   uint32_t rank;
   int half, thread;  // thread: in the warpgroup
   uint32_t staging, staging_lane;
-  uint32_t spare = 0;                        // room for the last output, relative to staging; row pairs: 0 if there is none
-  uint32_t spare_free = 0, spare_phase = 0;  // other tiles: barriers of the weight slots in it, 0 if nobody else uses those
+  uint32_t spare = 0;  // row pairs: room for the last output, relative to staging; 0 if there is none
+  uint32_t group = 0;  // other tiles: parity of the loop's iteration
   // Where a chunk of the last output lies, relative to staging. Row pairs have a slot of x, other tiles staging and this warpgroup's halves
   // of the weight slots.
   static constexpr int kSpareSlots = TILE::ROW_PAIRS ? 0 : (CHUNKS - STAGING + 1) / 2;
   static_assert(TILE::ROW_PAIRS || STAGING >= 2 || CHUNKS <= STAGING, "the first two chunks are stored before the slots are awaited");
   __device__ __forceinline__ uint32_t place(int chunk) const {
-    if (TILE::ROW_PAIRS) return spare + chunk * kChunkBytes;
-    const int beyond = chunk - STAGING;
-    return beyond < 0 ? chunk * kChunkBytes : spare + beyond / 2 * kWeightBytes + beyond % 2 * kChunkBytes;
+    if constexpr (TILE::ROW_PAIRS) return spare + chunk * kChunkBytes;
+    if (chunk < STAGING) return chunk * kChunkBytes;
+    const int beyond = chunk - STAGING, half_staging = STAGING * kChunkBytes;
+    return half * (kHalfBytes - half_staging) - TILE::STAGING_OFFSET + beyond / 2 * kWeightBytes + beyond % 2 * kChunkBytes;
   }
   // Before a barrier of the warpgroup, behind which it writes there: weights that this CTA decoded have been copied to the peer.
   __device__ __forceinline__ void await_spare() const {
-    if (TILE::ROW_PAIRS || spare_free == 0 || thread != kThreadsPerGroup / 2) return;
+    if constexpr (!TILE::ROW_PAIRS) {
+      if (half != static_cast<int>(rank) || thread != kThreadsPerGroup / 2 || NYBBLE_FAULT(kSpareNotAwaited)) return;
+      const Barriers<TILE> barriers{list.base - TILE::LIST_OFFSET + TILE::BARRIER_OFFSET};
+      const uint32_t phase = ring_parity<TILE::UNROLL, TILE::W_SLOTS>(TILE::UNROLL - TILE::W_SLOTS, group ^ 1);
 #pragma unroll
-    for (int s = 0; s < kSpareSlots; s++) barrier_wait(spare_free + 8 * s, spare_phase);
+      for (int s = 0; s < kSpareSlots; s++) barrier_wait(barriers.empty_w(s), phase);
+    }
   }
 
   float sum[TILE::TOKENS / 2];             // 64 rows x TOKENS over 128 threads: [8-token group][row g: 2 tokens, row g + 8: 2 tokens]
@@ -109,13 +114,16 @@ struct Output {
     }
   }
   // As write_chunks(), without waiting for chunks before to leave; two at a time, so that the first leave while others are packed.
-  __device__ __forceinline__ void write_to_spare(int first, int last) {
+  // complete(chunk): before a chunk is packed.
+  template <typename COMPLETE>
+  __device__ __forceinline__ void write_to_spare(int first, int last, COMPLETE complete) {
 #pragma unroll
     for (int c = 0; c < CHUNKS; c += 2) {
       if (c + 2 <= first || c >= last) continue;
 #pragma unroll
       for (int i = c; i < c + 2 && i < CHUNKS; i++) {
         if (i < first || i >= last) continue;
+        complete(i);
         uint32_t words[kChunkWords];
         pack_chunk(i, words);
         stage_chunk(place(i), words);
@@ -134,7 +142,7 @@ struct Output {
   // Tokens [32 first, 32 last) of the tile, at once. Row pairs wait until the tile before has left staging; other tiles come here for a
   // cluster's last segment alone.
   __device__ __forceinline__ void write_chunks(int first, int last) {
-    if (!TILE::ROW_PAIRS || spare != 0) return write_to_spare(first, last);
+    if (!TILE::ROW_PAIRS || spare != 0) return write_to_spare(first, last, [](int) {});
     locate_output(segment);
     if (leader()) tma_wait_read<0>();  // of the tile before
 #pragma unroll
@@ -150,14 +158,14 @@ struct Output {
       send_chunk(c);
     }
   }
-  __device__ __forceinline__ void add_bias() {
+  __device__ __forceinline__ void add_bias(int from = 0, int to = CHUNKS) {
     if (p.bias == nullptr) return;
     const int row = first_row(list.read(segment).row_tile) + (thread >> 5) * 16 + (thread >> 2 & 7);
     const T* bias = static_cast<const T*>(p.bias);
     const float first = row < p.rows ? static_cast<float>(bias[row]) : 0.0f,
                 second = row + 8 < p.rows ? static_cast<float>(bias[row + 8]) : 0.0f;
 #pragma unroll
-    for (int i = 0; i < TILE::TOKENS / 2; i++) sum[i] += i & 2 ? second : first;
+    for (int i = 16 * from; i < 16 * to; i++) sum[i] += i & 2 ? second : first;
   }
 
   // ---- partial sums, in global memory. Waiting is safe: blocks start in index order, and a stream-K owner waits only for blocks of lower
@@ -193,20 +201,11 @@ struct Output {
         __stcg(to + i * kThreadsPerGroup, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
     }
   }
-  // Two chunks at a time where registers allow: with one, their way through L2 is most of what cutting a tile costs.
   __device__ __forceinline__ void add_partial_chunks(int block, int first, int last) {
-    constexpr int AT_ONCE = TILE::ROW_PAIRS ? 1 : 2;
     const float4* from = partials_of(block);
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c += AT_ONCE) {
-      if (AT_ONCE == 2 && c >= first && c + 1 < last) {
-        add_sums<8>(4 * c, from);
-        continue;
-      }
-#pragma unroll
-      for (int i = c; i < c + AT_ONCE; i++) {
-        if (i >= first && i < last) add_sums<4>(4 * i, from);
-      }
+    for (int c = 0; c < CHUNKS; c++) {
+      if (c >= first && c < last) add_sums<4>(4 * c, from);
     }
   }
   template <int COUNT>
@@ -218,9 +217,9 @@ struct Output {
     for (int i = 0; i < COUNT; i++) add_sum(start + i, v[i]);
   }
 
-  // All sums of a block, with the loads of 8 or 16 under way.
+  // All sums of a block, with the loads of 8 or 16 under way: as many as spill nothing.
   __device__ __forceinline__ void add_block(int block) {
-    constexpr int COUNT = TILE::TOKENS / 8, AT_ONCE = COUNT % 16 == 0 ? 16 : COUNT % 8 == 0 ? 8 : 4;
+    constexpr int COUNT = TILE::TOKENS / 8, AT_ONCE = COUNT % 16 == 0 && TILE::ROW_PAIRS ? 16 : COUNT % 8 == 0 ? 8 : 4;
     const float4* from = partials_of(block);
 #pragma unroll
     for (int start = 0; start < COUNT; start += AT_ONCE) add_sums<AT_ONCE>(start, from);
@@ -258,10 +257,42 @@ struct Output {
     }
   }
 
+  // The half that one of two pieces finishes: the registers of the other half take the other piece's sums, all under way at once.
+  template <int ME>
+  __device__ __forceinline__ void exchange_halves() {
+    constexpr int FIRST = ME * CHUNKS / 2;
+    const int other = static_cast<int>(blockIdx.x) + (ME == 0 ? -2 : 2);
+    float4* to = partials_of(static_cast<int>(blockIdx.x));
+    NYBBLE_DELAY(3);
+#pragma unroll
+    for (int i = 2 * CHUNKS * (1 - ME); i < 2 * CHUNKS * (2 - ME); i++)
+      __stcg(to + i * kThreadsPerGroup, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
+#pragma unroll
+    for (int i = 8 * CHUNKS * (1 - ME); i < 8 * CHUNKS * (2 - ME); i++) sum[i] = 0.0f;  // ends their lives
+    barrier();
+    if (thread == 0) {
+      set_flag(1 - ME);
+      await_flag(other, ME);
+    }
+    await_spare();
+    barrier();
+    float4 v[2 * CHUNKS];
+    const float4* from = partials_of(other) + 4 * FIRST * kThreadsPerGroup;
+#pragma unroll
+    for (int i = 0; i < 2 * CHUNKS; i++) v[i] = load_l2(from + i * kThreadsPerGroup);
+    write_to_spare(FIRST, FIRST + CHUNKS / 2, [&](int chunk) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) add_sum(4 * chunk + i, v[4 * (chunk - FIRST) + i]);
+      add_bias(chunk, chunk + 1);
+    });
+  }
   // A tile cut into pieces, one per cluster: each piece stores its sums and finishes its own share of the tokens, its own sums first, then
   // those of the other pieces in ascending order.
   __device__ __forceinline__ void exchange_pieces(int cluster) {
     const int pieces = p.work.pieces, me = cluster % pieces;
+    if constexpr (!TILE::ROW_PAIRS && CHUNKS % 2 == 0) {
+      if (pieces == 2) return me == 0 ? exchange_halves<0>() : exchange_halves<1>();
+    }
     const int first = first_chunk(p.work, me, CHUNKS), last = first_chunk(p.work, me + 1, CHUNKS);
     const int block0 = static_cast<int>(blockIdx.x) + 2 * me;  // of piece 0: block indices fall as clusters rise
     store_partial_chunks(first, last);
@@ -309,11 +340,7 @@ struct Output {
       const int block = (p.work.clusters - 1 - c) * 2 + static_cast<int>(rank);
       if (leader()) await_flag(block, 0);
       barrier();
-      if constexpr (TILE::PIECES_AT_ONCE > 1) {
-        add_block(block);
-      } else {
-        add_partial_chunks(block, 0, CHUNKS);
-      }
+      add_block(block);
     }
   }
   // What becomes of the sums of a segment; write() takes those of a tile that this cluster finishes alone.

@@ -15,16 +15,21 @@ namespace nybble::hopper {
 template <typename T>
 constexpr CUtensorMapDataType kMapType = __is_same(T, __half) ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 
-// Runs, words and boxes need rows of codes that start where 16 bytes, a word or TMA can. Forward, a thread's own words serve four steps, and
-// boxes were no faster.
-inline ScaleWay scale_way(const LinearProblem& q, const ScaleSource& s, bool row_pairs, HopperScales scales) {
+// Rows of codes whose 16 neighbours can be fetched at once.
+inline bool aligned_codes(const ScaleSource& s) { return s.blocks % kCodeBox == 0 && reinterpret_cast<uintptr_t>(s.absmax) % 16 == 0; }
+
+inline ScaleWay scale_way(const LinearProblem& q, const ScaleSource& s, HopperScales scales) {
   if (scales == HopperScales::kExpanded) return ScaleWay::kReady;
-  const bool forward = q.direction == Direction::kForward, runs = s.blocks % kCodeBox == 0 && reinterpret_cast<uintptr_t>(s.absmax) % 16 == 0;
   if (!s.nested || s.nested_dtype != DType::kFloat32) return ScaleWay::kAny;
-  if (!row_pairs) return forward && q.block_size == kStep && runs ? ScaleWay::kRuns : ScaleWay::kNested;
-  if (q.block_size != kStep) return ScaleWay::kAny;
-  if (!forward && runs && s.blocks <= kMostBoxedBlocks) return ScaleWay::kBoxes;
-  return s.blocks % 4 == 0 ? ScaleWay::kWords : ScaleWay::kAny;
+  const bool runs = q.direction == Direction::kForward && q.block_size == kStep && aligned_codes(s);
+  return runs ? ScaleWay::kRuns : ScaleWay::kNested;
+}
+
+// Where codes come as boxes of 16, as make_scales_of_boxes() expects them. Forward, a thread's own words serve four steps, and boxes were
+// no faster.
+inline bool takes_code_boxes(const LinearProblem& q, const ScaleSource& s) {
+  return q.direction == Direction::kGradInput && s.nested && s.nested_dtype == DType::kFloat32 && q.block_size == kStep &&
+         aligned_codes(s) && s.blocks <= kMostBoxedBlocks;
 }
 
 inline ScaleSource make_source(const Launch& l, bool row_pairs) {
@@ -40,7 +45,8 @@ inline ScaleSource make_source(const Launch& l, bool row_pairs) {
   source.nested_absmax = s.nested_absmax;
   source.nested_code = s.nested_code;
   source.offset = s.offset;
-  source.way = scale_way(q, source, row_pairs, hopper_scales(l.plan.variant));
+  source.way = scale_way(q, source, hopper_scales(l.plan.variant));
+  source.code_boxes = row_pairs && takes_code_boxes(q, source);
   return source;
 }
 
@@ -62,7 +68,7 @@ Params make_params(const Launch& l) {
     p.scales = tensor_map({CU_TENSOR_MAP_DATA_TYPE_FLOAT32, workspace + layout.scales, q.n, q.k / q.block_size, q.n * 4, TILE::JOB_ROWS, 1,
                            CU_TENSOR_MAP_SWIZZLE_NONE});
   }
-  if (p.source.way == ScaleWay::kBoxes) {
+  if (p.source.code_boxes) {
     p.scales = tensor_map(
         {CU_TENSOR_MAP_DATA_TYPE_UINT8, p.source.absmax, p.source.blocks, q.n, p.source.blocks, kCodeBox, 128, CU_TENSOR_MAP_SWIZZLE_NONE});
   }

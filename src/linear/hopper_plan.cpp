@@ -43,6 +43,8 @@ constexpr double kCollect = 300, kCollectToken = 2.5;  // stream-K of row pairs:
 constexpr double kLongClocks = 700e3, kStreamKLong = 1.005;
 constexpr double kPieceClocks = 6;                           // of a piece beyond the second, a token of the tile
 constexpr double kExpansion = 7000, kExpandedBlock = 0.002;  // the kernel before: a launch, a block of weights
+// Of what scales in the kernel cost grad_x with tiles of 512 tokens: while a tile's output leaves, the decode warps catch up.
+constexpr double kCaughtUp = 300;
 // Longer tiles put the clusters at distant k: where several token tiles share packed rows, those are read from DRAM several times.
 constexpr int kStreamKMaxSteps = 128;
 // A weight that stays in L2 may be read once more: two token tiles a raster group instead of four took up to 1% less time (the same
@@ -100,7 +102,14 @@ double multiply_clocks(const LinearProblem& p, const DeviceModel& device, Hopper
 
 double expected_clocks(const LinearProblem& p, const DeviceModel& device, const HopperChoice& c) {
   const double clocks = multiply_clocks(p, device, c.tile, c.schedule);
-  if (clocks < 0 || c.scales == HopperScales::kInKernel) return clocks * (1 + model_of(c.tile).scales[static_cast<int>(p.direction)]);
+  if (clocks < 0) return clocks;
+  if (c.scales == HopperScales::kInKernel) {
+    const TileModel& model = model_of(c.tile);
+    const double making = clocks * model.scales[static_cast<int>(p.direction)];
+    if (c.tile != HopperTile::kTokens256 || p.direction == Direction::kForward) return clocks + making;
+    const int64_t tiles = ceil_div(p.m, model.tokens) * ceil_div(out_rows(p), model.rows);
+    return clocks + std::max(0.0, making - kCaughtUp * static_cast<double>(ceil_div(tiles, clusters_of(device))));
+  }
   return clocks + kExpansion + kExpandedBlock * static_cast<double>(p.n * (p.k / p.block_size));
 }
 

@@ -1,9 +1,10 @@
 // The scales of row pairs: warps 8 and 9 of a CTA make those of a step, fp32, from the weight's own. Thread `entry` of 64 makes those of
-// row `entry` of both halves of a step. Three ways to the same bits (ScaleWay):
+// row `entry` of both halves of a step. Three ways to the same bits, by what the scales look like:
 //
 //   any     a cp.async a scale, a step at a time
-//   words   fetched once, a unit of four steps ahead. Lanes are rows of W apart: every fetch is a line of its own, and a sector
-//   boxes   codes by TMA
+//   words   blocks of 64, nested in fp32, k a multiple of 256: the word that holds the codes of four steps (forward) or of both halves
+//           (grad_x), fetched once, a unit of four steps ahead. Lanes are rows of W apart: every fetch is a line of its own, and a sector
+//   boxes   grad_x, k a multiple of 1024: codes by TMA, 16 neighbours of each of 128 rows
 #pragma once
 
 #include "device/cp_async.cuh"
@@ -85,7 +86,7 @@ struct RowsScales {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const uint32_t row = static_cast<uint32_t>(first_row(at, at.step + slot, half) + entry),
-                     block = static_cast<uint32_t>(block_of(at, at.step + slot, half)) >> s.block_shift;
+                     block = static_cast<uint32_t>(block_of(at, at.step + slot, half)) >> p.source.block_shift;
       const bool inside = more && block < s.blocks && row < s.n;
       const uint32_t index = inside ? row * s.blocks + block : 0, bytes = inside ? 4 : 0, to = source_at(slot, half, entry);
       byte[half] = index & 3;
@@ -126,7 +127,12 @@ struct RowsScales {
     }
   }
 
-  // Forward, the 4 codes of a unit are one word; grad_x, the codes of both halves lie in one word, at the same byte in every step.
+  // Blocks of 64, nested scales in fp32, a multiple of 4 blocks in a row: forward, the 4 codes of a unit are one word; grad_x, the codes of
+  // both halves lie in one word, at the same byte in every step.
+  __device__ __forceinline__ bool takes_words() const {
+    const ScaleSource& s = p.source;
+    return s.nested && s.nested_dtype == DType::kFloat32 && p.source.block_shift == 0 && s.blocks % SLOTS == 0;
+  }
   __device__ __forceinline__ void fetch_word(uint32_t to, uint32_t index, bool inside) const {
     const ScaleSource& s = p.source;
     const uint32_t at = inside ? index : 0, bytes = inside ? 4 : 0;
@@ -232,8 +238,8 @@ struct RowsScales {
   }
 
   __device__ __forceinline__ void make_scales(int entry) const {
-    if (!FORWARD && p.source.way == ScaleWay::kBoxes) return make_scales_of_boxes(entry);
-    p.source.way == ScaleWay::kWords ? make_scales_of_words(entry) : make_any_scales(entry);
+    if (!FORWARD && p.source.code_boxes) return make_scales_of_boxes(entry);
+    takes_words() ? make_scales_of_words(entry) : make_any_scales(entry);
   }
 };
 

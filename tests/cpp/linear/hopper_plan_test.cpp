@@ -193,6 +193,13 @@ TEST(HopperPlan, ScalesAreExpandedOnlyForLongMultiplies) {
   }
 }
 
+// A long grad_x of short tiles: at the end of each the decode warps catch up.
+TEST(HopperPlan, ScalesOfShortTilesAreMadeInTheKernel) {
+  EXPECT_EQ(hopper_scales(plan_hopper(problem(16384, 1024, 4096, Direction::kGradInput), kH200).variant), HopperScales::kInKernel);
+  EXPECT_EQ(hopper_scales(plan_hopper(problem(16384, 1024, 4096, Direction::kForward), kH200).variant), HopperScales::kExpanded);
+  EXPECT_EQ(hopper_scales(plan_hopper(problem(4096, 4096, 4096, Direction::kGradInput), kH200).variant), HopperScales::kExpanded);
+}
+
 struct Refusal {
   const char* title;
   std::function<void(LinearProblem&, DeviceModel&)> change;
