@@ -33,7 +33,7 @@ TILES = ("512", "256", "128", "rows256", "rows192", "rows160", "rows128", "rows9
 SCHEDULES, SCALES = ("whole", "stream", "pieces"), ("exp", "own")
 AUTO_GROUP, GROUPS = 4, (1, 2, 8)
 GRAPH_US, WORKSPACE = 1500, 64 << 20
-SMALL_M_TOKENS = 128
+SMALL_M_TOKENS, SMALL_M_ROWS, SMALL_M_COLUMNS = 128, 256, 1024  # what its kernel takes
 ALONE_US = 500  # from here on the card's power is what limits
 DIRECTIONS = ("forward", "grad_x")
 DEFAULT = ["4096x4096:512,1024,2048,4096", "14336x4096:2048,8192", "4096x14336:2048,8192", "1024x4096:2048,4096,8192"]
@@ -76,7 +76,7 @@ class Cell:
         for number, kernels in enumerate(libraries):
             prefix = "" if number == 0 else f"{number}:"
             self.add(kernels, weights, backward, f"{prefix}auto", -1, 0)
-            if m <= SMALL_M_TOKENS and number == 0:
+            if m <= SMALL_M_TOKENS and number == 0 and self.n % SMALL_M_ROWS == 0 and self.k % SMALL_M_COLUMNS == 0:
                 self.add(kernels, weights, backward, "small_m", -1, 0, SMALL_M)
             taken = int(re.search(r"variant (\d+)", self.plans[f"{prefix}auto"][1])[1])
             for v, group in candidates(columns, m):

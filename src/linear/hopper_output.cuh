@@ -190,15 +190,17 @@ struct Output {
     }
     if (!NYBBLE_FAULT(kFlagNotReset) && !NYBBLE_FAULT(kFlagNotCleared)) *flag = 0;
   }
+  __device__ __forceinline__ void store_partial_chunk(float4* to, int chunk) const {
+#pragma unroll
+    for (int i = 4 * chunk; i < 4 * chunk + 4; i++)
+      __stcg(to + i * kThreadsPerGroup, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
+  }
   __device__ __forceinline__ void store_partial_chunks(int skip_first, int skip_last) const {
     float4* to = partials_of(static_cast<int>(blockIdx.x));
     NYBBLE_DELAY(3);
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
-      if (c >= skip_first && c < skip_last) continue;
-#pragma unroll
-      for (int i = 4 * c; i < 4 * c + 4; i++)
-        __stcg(to + i * kThreadsPerGroup, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
+      if (c < skip_first || c >= skip_last) store_partial_chunk(to, c);
     }
   }
   __device__ __forceinline__ void add_partial_chunks(int block, int first, int last) {
@@ -260,15 +262,14 @@ struct Output {
   // The half that one of two pieces finishes: the registers of the other half take the other piece's sums, all under way at once.
   template <int ME>
   __device__ __forceinline__ void exchange_halves() {
-    constexpr int FIRST = ME * CHUNKS / 2;
+    constexpr int HALF = CHUNKS / 2, FIRST = ME * HALF, GIVEN = HALF - FIRST;
     const int other = static_cast<int>(blockIdx.x) + (ME == 0 ? -2 : 2);
     float4* to = partials_of(static_cast<int>(blockIdx.x));
     NYBBLE_DELAY(3);
 #pragma unroll
-    for (int i = 2 * CHUNKS * (1 - ME); i < 2 * CHUNKS * (2 - ME); i++)
-      __stcg(to + i * kThreadsPerGroup, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
+    for (int c = GIVEN; c < GIVEN + HALF; c++) store_partial_chunk(to, c);
 #pragma unroll
-    for (int i = 8 * CHUNKS * (1 - ME); i < 8 * CHUNKS * (2 - ME); i++) sum[i] = 0.0f;  // ends their lives
+    for (int i = 16 * GIVEN; i < 16 * (GIVEN + HALF); i++) sum[i] = 0.0f;  // ends their lives
     barrier();
     if (thread == 0) {
       set_flag(1 - ME);
@@ -276,11 +277,11 @@ struct Output {
     }
     await_spare();
     barrier();
-    float4 v[2 * CHUNKS];
+    float4 v[4 * HALF];
     const float4* from = partials_of(other) + 4 * FIRST * kThreadsPerGroup;
 #pragma unroll
-    for (int i = 0; i < 2 * CHUNKS; i++) v[i] = load_l2(from + i * kThreadsPerGroup);
-    write_to_spare(FIRST, FIRST + CHUNKS / 2, [&](int chunk) {
+    for (int i = 0; i < 4 * HALF; i++) v[i] = load_l2(from + i * kThreadsPerGroup);
+    write_to_spare(FIRST, FIRST + HALF, [&](int chunk) {
 #pragma unroll
       for (int i = 0; i < 4; i++) add_sum(4 * chunk + i, v[4 * (chunk - FIRST) + i]);
       add_bias(chunk, chunk + 1);

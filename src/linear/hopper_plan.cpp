@@ -19,30 +19,33 @@ constexpr int64_t kMaxExtent = 65535 * 64;        // row tiles and steps travel 
 constexpr int64_t kMaxBlocks = int64_t{1} << 31;  // block indices are 32-bit, also of rows just beyond n
 constexpr int64_t kMaxTokens = int64_t{1} << 31;  // TMA coordinates are 32-bit
 
-// Clocks on an H200, fitted to the times of tiles, schedules and scales at 106 problems (docs/hopper.md): the choice is within 1% of the
-// best measured one at each; of row pairs, at 68 (M 64 to 512), within 3% at all but one. step: one step of 64 while all clusters work;
-// tile: from the last step of a tile to full speed in the next; exchange: storing, awaiting and adding the pieces of a cut tile; stream:
-// the same for the pieces of a stream-K range; stream_tiles: what stream-K costs besides, in tiles. scales: what making them in the kernel
-// adds to all that, forward and grad_x, where lanes read codes a row of W apart. rows, tokens: of a cluster's tile.
+// Clocks on an H200, fitted to the times of tiles, schedules and ways of the scales at 203 problems (docs/hopper.md). step: one step of 64
+// while all clusters work; tile: from the last step of a tile to full speed in the next; exchange: storing, awaiting and adding the pieces
+// of a cut tile; stream: the same for the pieces of a stream-K range; stream_tiles: what stream-K costs besides, in tiles. scales: what
+// making them in the kernel adds to all that, forward and grad_x, where lanes read codes a row of W apart. rows, tokens: of a cluster's
+// tile.
 struct TileModel {
   int rows, tokens;
   int unit;
   double step, tile, exchange, stream, stream_tiles;
   double scales[2];
 };
-constexpr TileModel kTileModels[kHopperTiles] = {
-    {128, 512, 4, 1045, 3000, 7000, 9000, 0.1, {0.03, 0.034}}, {128, 256, 8, 650, 2000, 4500, 4000, 0.1, {0.05, 0.12}},
-    {128, 128, 8, 480, 1200, 3000, 2500, 0.1, {0.02, 0.02}},   {256, 256, 4, 1230, 3500, 2000, 13000, 0.04, {0, 0.005}},
-    {256, 192, 4, 950, 3500, 4000, 11400, 0, {0, 0.02}},       {256, 160, 4, 810, 3700, 2300, 9300, 0, {0, 0.03}},
-    {256, 128, 4, 670, 4000, 500, 6300, 0, {0, 0.045}},        {256, 96, 4, 655, 1500, 1300, 5900, 0, {0, 0.045}},
-    {256, 64, 4, 640, 500, 1300, 5600, 0, {0, 0.045}}};
+constexpr TileModel kTileModels[kHopperTiles] = {{128, 512, 4, 1100, 1000, 6000, 9800, 0.06, {0.035, 0.039}},
+                                                 {128, 256, 8, 650, 1400, 4500, 4900, 0.08, {0.045, 0.055}},
+                                                 {128, 128, 8, 480, 1200, 6400, 2900, 0.2, {0.06, 0.075}},
+                                                 {256, 256, 4, 1230, 4400, 3900, 11100, 0.02, {0, 0.005}},
+                                                 {256, 192, 4, 950, 3500, 4000, 10500, 0, {0, 0.02}},
+                                                 {256, 160, 4, 810, 3700, 2300, 9300, 0, {0, 0.03}},
+                                                 {256, 128, 4, 670, 4200, 1100, 6300, 0, {0, 0.095}},
+                                                 {256, 96, 4, 655, 1500, 1300, 5900, 0, {0, 0.045}},
+                                                 {256, 64, 4, 640, 500, 1300, 5600, 0, {0, 0.045}}};
 constexpr int64_t kRowPairTokens = 256;                // beyond, the tiles that share a decode were faster at every measured problem
-constexpr double kCollect = 300, kCollectToken = 2.5;  // stream-K of row pairs: adding the sums of a further cluster to a tile's
+constexpr double kCollect = 300, kCollectToken = 3.5;  // stream-K of row pairs: adding the sums of a further cluster to a tile's
 // In a long multiply the card's power is the limit. Interleaved with others stream-K and pieces take the same time there, alone for half a
 // second stream-K took 3 to 7% longer (benchmarks/records/h200-hopper-plans.md): half a percent more is asked of it.
-constexpr double kLongClocks = 700e3, kStreamKLong = 1.005;
-constexpr double kPieceClocks = 6;                           // of a piece beyond the second, a token of the tile
-constexpr double kExpansion = 7000, kExpandedBlock = 0.002;  // the kernel before: a launch, a block of weights
+constexpr double kLongClocks = 400e3, kStreamKLong = 1.005;
+constexpr double kPieceClocks = 3;                           // of a piece beyond the second, a token of the tile
+constexpr double kExpansion = 8500, kExpandedBlock = 0.002;  // the kernel before: a launch, a block of weights
 // Of what scales in the kernel cost grad_x with tiles of 512 tokens: while a tile's output leaves, the decode warps catch up.
 constexpr double kCaughtUp = 300;
 // Longer tiles put the clusters at distant k: where several token tiles share packed rows, those are read from DRAM several times.

@@ -205,6 +205,7 @@ struct RowsScales {
       for (int pair = 0; pair < 2; pair++) barrier_init(barriers.full_box(pair), 1);
       barrier_init_fence();
     }
+    __syncwarp();
     for (int pair = 0; pair < 2; pair++) fetch_pair(ahead, more, 2 * pair, pair, entry);
     const float offset = load_code_values(entry);
     meet_cluster();
