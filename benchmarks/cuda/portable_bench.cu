@@ -18,8 +18,8 @@ extern "C" {
 enum BenchPath : int { kBenchAuto = 0, kBenchPortable = 1, kBenchRow = 2, kBenchDense = 3, kBenchHopper = 4, kBenchSmallM = 5 };
 
 struct BenchCall {
-  int path, variant, cut, repeat;  // variant: of the path, -1: as planned; cut of kBenchHopper: token tiles of a raster group; repeat: 1,
-                                   // or 5 (256x128 tile, bf16)
+  int path, variant, cut, repeat;  // variant: of the path, -1: as planned; kBenchSmallM: strips, or as planned for tiles; cut of
+                                   // kBenchHopper: token tiles of a raster group; repeat: 1, or 5 (256x128 tile, bf16)
   int direction, dtype, quant_type, block_size, sm, sm_count;
   int64_t m, n, k, x_stride;
   const void *x, *packed, *absmax, *codes, *nested_absmax, *nested_code, *offset,
@@ -59,6 +59,7 @@ LinearPlan plan_of(const BenchCall& c, const LinearProblem& problem) {
   const DeviceModel device{"bench", c.sm, c.sm_count, 0, kSm90SharedBytes};
   if (c.path == kBenchHopper) return hopper_plan_of(c, problem, device);
   if (c.path == kBenchSmallM) {
+    if (c.variant == kSmallMStrip && takes_strips(problem, device)) return plan_small_m(problem, device);
     const std::string refusal = supports_small_m_tiles(problem, device);
     if (!refusal.empty()) fail(ErrorKind::kUnsupported, refusal);
     return plan_small_m_tiles(problem, device);
