@@ -39,7 +39,7 @@ constexpr TileModel kTileModels[kHopperTiles] = {{128, 512, 4, 1100, 1000, 6000,
                                                  {256, 128, 4, 670, 4200, 1100, 6300, 0, {0, 0.095}},
                                                  {256, 96, 4, 655, 1500, 1300, 5900, 0, {0, 0.045}},
                                                  {256, 64, 4, 640, 500, 1300, 5600, 0, {0, 0.045}}};
-constexpr int64_t kRowPairTokens = 256;                // beyond, the tiles that share a decode were faster at every measured problem
+constexpr int64_t kTwoTokenTiles = 8;                  // tiles, up to which row pairs take two tiles of tokens
 constexpr double kCollect = 300, kCollectToken = 3.5;  // stream-K of row pairs: adding the sums of a further cluster to a tile's
 // In a long multiply the card's power is the limit. Interleaved with others stream-K and pieces take the same time there, alone for half a
 // second stream-K took 3 to 7% longer (benchmarks/records/h200-hopper-plans.md): half a percent more is asked of it.
@@ -116,9 +116,13 @@ double expected_clocks(const LinearProblem& p, const DeviceModel& device, const 
   return clocks + kExpansion + kExpandedBlock * static_cast<double>(p.n * (p.k / p.block_size));
 }
 
-// One tile of tokens: with more, the tiles that share a decode were faster at every measured problem. Other scales take a slower way.
+// One tile of tokens, of small weights two: with more, the tiles that share a decode were faster at almost every measured problem. Other
+// scales take a slower way.
 bool row_pairs_measured(const LinearProblem& p, HopperTile tile) {
-  return p.m <= model_of(tile).tokens && p.nested && p.nested_dtype == DType::kFloat32 && p.block_size == kStep && p.k % (4 * kStep) == 0;
+  const TileModel& model = model_of(tile);
+  const int64_t token_tiles = ceil_div(p.m, model.tokens), tiles = token_tiles * ceil_div(out_rows(p), model.rows);
+  return (token_tiles == 1 || (token_tiles == 2 && tiles <= kTwoTokenTiles)) && p.nested && p.nested_dtype == DType::kFloat32 &&
+         p.block_size == kStep && p.k % (4 * kStep) == 0;
 }
 
 LinearPlan finished(const LinearProblem& p, LinearPlan plan) {
