@@ -51,7 +51,7 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 }
 // The barrier of all threads of a cluster, in two halves: whole warps arrive once and wait once, and what they do between need not be
 // behind the others' arrival. Behind it are this CTA's stores to its shared memory, for its own threads, and barriers that were initialised
-// (barrier_init_fence). Not more: .release takes a thousand clocks, a fence of all memory.
+// (barrier_init_fence), for all. Not more: .release takes a thousand clocks, a fence of all memory.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("fence.acq_rel.cta;\nbarrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

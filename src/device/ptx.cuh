@@ -93,12 +93,7 @@ __device__ __forceinline__ uint32_t kept(uint32_t value) {
   return value;
 }
 
-// Between CTAs of one launch, in global memory: values, read from L2 where this is written, and flags.
-__device__ __forceinline__ float4 load_l2(const float4* from) {
-  float4 v;
-  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
-  return v;
-}
+// Flags in global memory between CTAs of one launch.
 __device__ __forceinline__ void store_release(int* flag, int value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }

@@ -190,8 +190,9 @@ struct Consumer : Output<DIRECTION, T, TILE> {
     wait_for_previous_grids();  // the workspace and the output, which they may use
     while (end > 0) {
       run_segment();
-      // Of the last stage: its decode warp waits for that.
-      if (leader() && list.is_last(segment)) barrier_arrive_remote(empty_w0 + 8 * (TILE::W_SLOTS - 1));
+      if (leader() && list.is_last(segment)) {  // the last stage, too: its decode warp waits for that
+        barrier_arrive_remote(empty_w0 + 8 * (NYBBLE_FAULT(kReleasedUnread) ? 1 : TILE::W_SLOTS - 1));
+      }
       finish_segment(cluster);
       segment++;
       enter_segment();

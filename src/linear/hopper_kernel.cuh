@@ -117,7 +117,7 @@ enum class ScaleWay : uint8_t {
   kAny
 };
 
-// A weight's own scales. What warps need before their first load lies in one line of constants: each line costs them hundreds of clocks.
+// A weight's own scales: what warps need of them before their first load lies in one line of constants, as each costs hundreds of clocks.
 struct ScaleSource {
   ScaleWay way;
   bool nested;
@@ -152,8 +152,8 @@ __device__ __forceinline__ SegmentList::Entry SegmentList::first(const Params& p
   return {static_cast<int>(s.x & 0xffff), static_cast<int>(s.x >> 16), static_cast<int>(s.y & 0xffff), static_cast<int>(s.y >> 16)};
 }
 
-// Before the list, slots that others fill or read, and the peer. racecheck hangs where warps of a CTA wait for their cluster at different
-// times: for it they all wait at once.
+// Before the list, slots that others fill or read, and the peer; first loads into slots that nobody has touched may go before. For
+// racecheck (a build with faults) all warps of a CTA wait at once: on a form where they did not it hung.
 __device__ __forceinline__ void cluster_wait_at_once() {
   if (NYBBLE_FAULT(kForRacecheck)) cluster_wait();
 }

@@ -280,7 +280,7 @@ struct Output {
     float4 v[4 * HALF];
     const float4* from = partials_of(other) + 4 * FIRST * kThreadsPerGroup;
 #pragma unroll
-    for (int i = 0; i < 4 * HALF; i++) v[i] = load_l2(from + i * kThreadsPerGroup);
+    for (int i = 0; i < 4 * HALF; i++) v[i] = __ldcg(from + i * kThreadsPerGroup);
     write_to_spare(FIRST, FIRST + HALF, [&](int chunk) {
 #pragma unroll
       for (int i = 0; i < 4; i++) add_sum(4 * chunk + i, v[4 * (chunk - FIRST) + i]);

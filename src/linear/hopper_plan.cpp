@@ -19,11 +19,11 @@ constexpr int64_t kMaxExtent = 65535 * 64;        // row tiles and steps travel 
 constexpr int64_t kMaxBlocks = int64_t{1} << 31;  // block indices are 32-bit, also of rows just beyond n
 constexpr int64_t kMaxTokens = int64_t{1} << 31;  // TMA coordinates are 32-bit
 
-// Clocks on an H200, fitted to the times of tiles, schedules and ways of the scales at about 200 problems (docs/hopper.md). step: one step of 64
-// while all clusters work; tile: from the last step of a tile to full speed in the next; exchange: storing, awaiting and adding the pieces
-// of a cut tile; stream: the same for the pieces of a stream-K range; stream_tiles: what stream-K costs besides, in tiles. scales: what
-// making them in the kernel adds to all that, forward and grad_x, where lanes read codes a row of W apart. rows, tokens: of a cluster's
-// tile.
+// Clocks on an H200, fitted to the times of tiles, schedules and ways of the scales at about 200 problems (docs/hopper.md). step: one step
+// of 64 while all clusters work; tile: from the last step of a tile to full speed in the next; exchange: storing, awaiting and adding the
+// pieces of a cut tile; stream: the same for the pieces of a stream-K range; stream_tiles: what stream-K costs besides, in tiles. scales:
+// what making them in the kernel adds to all that, forward and grad_x, where lanes read codes a row of W apart. rows, tokens: of a
+// cluster's tile.
 struct TileModel {
   int rows, tokens;
   int unit;
