@@ -7,7 +7,8 @@ and bitsandbytes in the same run.
 
 Times include everything one call of torch.ops.nybble does on the device. Arms: auto; dequant (mode "dequant", up to
 4096 tokens, where the table has a target); dense (torch.mm on the dequantised weight); bitsandbytes (matmul_4bit; for
-grad_x dequantize_4bit + mm); for 4096 x 4096 also auto and dense with one weight that stays in L2. Weights rotate so
+grad_x dequantize_4bit + mm); auto with batch_invariant=True, where its plan is another one; for 4096 x 4096 also auto
+and dense with one weight that stays in L2. Weights rotate so
 that 3 x L2 lie between two uses of one; CUDA graph replays; arms shuffled in every round; medians. Spread: (max - min)
 / median.
 With --must (always with --judge) the exit code is 1 when a must of linear_targets.py is missed or was not measured.
@@ -107,11 +108,13 @@ class Shape:
                 return torch.mm(x, gpu.functional.dequantize_4bit(self.flat[i], self.states[i]), out=out)
             return gpu.bitsandbytes.matmul_4bit(x, self.flat[i].t(), self.states[i])
 
-        def ours(mode, rotate=True):
+        def ours(mode, rotate=True, invariant=False):
             count = len(self.weights) if rotate else 1
-            return lambda i: gpu.multiply(x, self.weights[i % count], backward, MODES[mode])
+            return lambda i: gpu.multiply(x, self.weights[i % count], backward, MODES[mode], invariant)
 
         bodies = {"auto": ours("auto"), "dense": lambda i: torch.mm(x, operands[i % len(operands)], out=out)}
+        if "batch invariant" not in gpu.plan(x, self.weights[0], direction):
+            bodies["invariant"] = ours("auto", invariant=True)
         if self.states:
             bodies["bnb"] = bitsandbytes
         if m <= DEQUANT_TOKENS and m in targets.TOKENS:
@@ -150,8 +153,8 @@ class Gpu:
             return w.packed, w.absmax, self.code, None, None, None
         return w.packed, w.codes, self.code, w.nested_absmax, w.nested_code, w.offset
 
-    def multiply(self, x, w, backward, mode):
-        spec = (w.n, w.k, BLOCK, NF4, BFLOAT16, FLOAT32, mode, False)
+    def multiply(self, x, w, backward, mode, invariant):
+        spec = (w.n, w.k, BLOCK, NF4, BFLOAT16, FLOAT32, mode, invariant)
         if backward:
             return self.torch.ops.nybble.linear_4bit_grad_input(x, *self._tensors(w), None, *spec)
         return self.torch.ops.nybble.linear_4bit(x, *self._tensors(w), None, None, *spec)
@@ -186,8 +189,9 @@ def measure(gpu, shape, m, direction, clocks):
     path, result = gpu.path_and_result(bodies["auto"], direction)
     plan = gpu.plan(x, shape.weights[0], direction)
     bodies["dense"](0)
-    error = (gpu.torch.dist(result, out) / out.norm()).item()
-    del result
+    results = {"auto": result} | {arm: bodies[arm](0) for arm in ("invariant",) if arm in bodies}
+    errors = {arm: (gpu.torch.dist(values, out) / out.norm()).item() for arm, values in results.items()}
+    del result, results
     count = shape.calls_per_graph(m, 2 * m * shape.n * shape.k / 650e6 + 8)
     graphs = {arm: gpu.capture(body, count) for arm, body in bodies.items()}
     times = {arm: [] for arm in graphs}
@@ -207,11 +211,14 @@ def measure(gpu, shape, m, direction, clocks):
             **dict(n=shape.n, k=shape.k, m=m, direction=direction, path=path, auto=arm == "auto"),
             **dict(fused_us=us[arm], dense_us=us["dense"], bnb_us=bnb, ratio_dense=us[arm] / us["dense"]),
             **dict(ratio_bnb=us[arm] / bnb if bnb else None, spread=spread[arm], dense_spread=spread["dense"]),
-            **dict(bnb_spread=spread.get("bnb"), clock_mhz=clock, power_w=power, calls=count, error=error),
+            **dict(bnb_spread=spread.get("bnb"), clock_mhz=clock, power_w=power, calls=count, error=errors["auto"]),
         }
 
     rows = [row("auto", path)]
     rows[0]["plan"] = plan
+    if "invariant" in us:
+        rows[0].update(invariant_us=us["invariant"], invariant_spread=spread["invariant"])
+        rows[0].update(invariant_error=errors["invariant"])
     if "auto_warm" in us:
         rows[0].update(warm_fused_us=us["auto_warm"], warm_dense_us=us["dense_warm"])
     if "dequant" in us and path != "dequant":
@@ -227,7 +234,7 @@ def measure_all(budget, nested, tokens):
     record = {
         **dict(device=torch.cuda.get_device_name(), torch=torch.__version__, rows=[], skipped=[]),
         **dict(bitsandbytes=getattr(gpu.bitsandbytes, "__version__", None), protocol=PROTOCOL.format(rounds=ROUNDS)),
-        **dict(scales="nested" if nested else "plain", tokens=list(tokens)),
+        **dict(scales="nested" if nested else "plain", tokens=list(tokens), invariant=True),
     }
     clocks = ClockMonitor()
     shapes = {(n, k): Shape(n, k, gpu) for n, k in targets.SHAPES}

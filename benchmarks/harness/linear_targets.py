@@ -68,8 +68,9 @@ def misses(record):
         noise = max(row["spread"], row["bnb_spread"] or 0.0)
         if row["ratio_bnb"] is not None and not row["ratio_bnb"] <= 1 + noise:
             texts.append(f"{where(row)} ({row['path']}): {row['ratio_bnb']:.3f} of bitsandbytes, spread {noise:.3f}")
-        if not row["error"] <= 0.01:
-            texts.append(f"{where(row)} ({row['path']}): result differs from dense by {row['error']:.2e} (norm)")
+        for what, error in (("result", row["error"]), ("batch-invariant result", row.get("invariant_error", 0.0))):
+            if not error <= 0.01:
+                texts.append(f"{where(row)} ({row['path']}): {what} differs from dense by {error:.2e} (norm)")
     needed = cells(columns(record) if record.get("scales") == "plain" else columns())
     missing = [cell for cell in needed if cell not in seen and cell[0] in TOKENS]
     texts += [f"{n}x{k} M{m} {direction}: not measured" for m, n, k, direction in missing]
@@ -83,6 +84,22 @@ def geometric_means(record):
         if must_of(row["n"], row["k"], row["m"]) is not None:
             ratios.setdefault(row["m"], []).append(row["ratio_dense"])
     return {m: statistics.geometric_mean(values) for m, values in sorted(ratios.items())}
+
+
+def invariance_costs(record):
+    """m -> what batch_invariant=True takes in times of auto, of every cell: 1 where the plan is invariant by itself."""
+    costs = {}
+    for row in auto_rows(record):
+        costs.setdefault(row["m"], []).append(row.get("invariant_us", row["fused_us"]) / row["fused_us"])
+    return dict(sorted(costs.items()))
+
+
+def invariance_lines(record):
+    costs = invariance_costs(record)
+    lines = ["", "Time with `batch_invariant=True` / time of `auto`, all shapes and directions:", ""]
+    lines += ["| | " + " | ".join(f"M {m}" for m in costs) + " |", "|---" * (len(costs) + 1) + "|"]
+    lines += ["| geometric mean | " + " | ".join(f"{statistics.geometric_mean(v):.2f}" for v in costs.values()) + " |"]
+    return lines + ["| largest | " + " | ".join(f"{max(v):.2f}" for v in costs.values()) + " |"]
 
 
 def mark(row):
@@ -113,6 +130,8 @@ def markdown(record):
     means = geometric_means(record)
     lines.append("| geometric mean | | " + " | ".join(f"{means[m]:.3f}" if m in means else "-" for m in tokens) + " |")
     lines.append("| goal | | " + " | ".join(f"{GOAL[m]:.2f}" if m in GOAL else "-" for m in tokens) + " |")
+    if record.get("invariant"):
+        lines += invariance_lines(record)
     lines += [
         "",
         "Letter: path, h hopper, s small_m, p portable, r row, d dequant. Medians, spreads, clocks: the JSON beside.",

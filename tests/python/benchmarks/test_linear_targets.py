@@ -43,7 +43,8 @@ def test_a_record_within_all_musts_misses_none():
         (dict(ratio_dense=1.16), "1.160 of dense, must 1.15"),
         (dict(ratio_dense=float("nan")), "nan of dense"),
         (dict(ratio_bnb=1.05), "1.050 of bitsandbytes"),
-        (dict(error=0.5), "differs from dense"),
+        (dict(error=0.5), "result differs from dense"),
+        (dict(invariant_error=float("nan")), "batch-invariant result differs from dense"),
         (dict(auto=False), "not measured"),
     ],
 )
@@ -110,6 +111,16 @@ def test_tokens_without_a_must_are_held_against_the_line_between_their_neighbour
     row = dict(n=14336, k=4096, m=96, ratio_dense=1.06)
     assert targets.mark(row) == "" and targets.mark(row | dict(ratio_dense=1.07)) == "?"
     assert targets.mark(row | dict(m=64)) == "!" and targets.mark(row | dict(m=128)) == ""
+
+
+def test_the_cost_of_batch_invariance_is_one_where_the_plan_is_invariant_by_itself():
+    record = spoil(record_at(0.999), dict(invariant_us=3.0, fused_us=2.0)) | dict(invariant=True)
+    costs = targets.invariance_costs(record)
+    assert costs[512].count(1.5) == 1 and max(costs[512]) == 1.5 and set(costs[64]) == {1.0}
+    lines = targets.markdown(record).splitlines()
+    (largest,) = (line for line in lines if line.startswith("| largest |"))
+    assert largest.split(" | ")[1 + list(costs).index(512)] == "1.50"
+    assert "batch_invariant" not in targets.markdown(record_at(0.999)), "a record that has not measured it"
 
 
 def test_a_record_of_plain_scales_and_fewer_tokens_has_files_of_its_own_and_misses_only_what_it_names():
