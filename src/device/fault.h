@@ -34,7 +34,8 @@ enum class Fault : unsigned {
   kNoGridWait,       // a kernel that was started early does not wait for the kernel before it
   kCopyNotAwaited,   // results of cp.async are read without waiting
   kArrivalOrder,     // partial sums are added in an order that the clock picks, as atomics would add them
-  kForRacecheck,     // no fault, but what racecheck can follow: a barrier behind loads that nobody uses, arrivals of every lane
+  kForRacecheck,     // no fault, but what racecheck can follow: a barrier behind loads that nobody uses, arrivals of every lane,
+                     // one wait for the cluster
   kSumsNotAwaited,   // sums of other warps are read from shared memory without the barrier
   kSpareNotAwaited,  // output is staged where weights are still being copied to the peer
 };

@@ -39,7 +39,8 @@ constexpr TileModel kTileModels[kHopperTiles] = {{128, 512, 4, 1100, 1000, 6000,
                                                  {256, 128, 4, 670, 4200, 1100, 6300, 0, {0, 0.095}},
                                                  {256, 96, 4, 655, 1500, 1300, 5900, 0, {0, 0.045}},
                                                  {256, 64, 4, 640, 500, 1300, 5600, 0, {0, 0.045}}};
-constexpr int64_t kTwoTokenTiles = 8;                  // tiles, up to which row pairs take two tiles of tokens
+// Row pairs take two tiles of tokens where that was measured: for up to so many tiles, with so many tokens.
+constexpr int64_t kTwoTokenTiles = 8, kTwoTilesFrom = 128, kTwoTilesTo = 256;
 constexpr double kCollect = 300, kCollectToken = 3.5;  // stream-K of row pairs: adding the sums of a further cluster to a tile's
 // In a long multiply the card's power is the limit. Interleaved with others stream-K and pieces take the same time there, alone for half a
 // second stream-K took 3 to 7% longer (benchmarks/records/h200-hopper-plans.md): half a percent more is asked of it.
@@ -121,8 +122,8 @@ double expected_clocks(const LinearProblem& p, const DeviceModel& device, const 
 bool row_pairs_measured(const LinearProblem& p, HopperTile tile) {
   const TileModel& model = model_of(tile);
   const int64_t token_tiles = ceil_div(p.m, model.tokens), tiles = token_tiles * ceil_div(out_rows(p), model.rows);
-  return (token_tiles == 1 || (token_tiles == 2 && tiles <= kTwoTokenTiles)) && p.nested && p.nested_dtype == DType::kFloat32 &&
-         p.block_size == kStep && p.k % (4 * kStep) == 0;
+  const bool two = token_tiles == 2 && tiles <= kTwoTokenTiles && p.m >= kTwoTilesFrom && p.m <= kTwoTilesTo;
+  return (token_tiles == 1 || two) && p.nested && p.nested_dtype == DType::kFloat32 && p.block_size == kStep && p.k % (4 * kStep) == 0;
 }
 
 LinearPlan finished(const LinearProblem& p, LinearPlan plan) {

@@ -296,6 +296,8 @@ TEST(HopperPlan, AFewHundredTokensGoToTilesOfRowPairs) {
   EXPECT_NE(tile_of(problem(256, 4096, 4096, Direction::kGradInput)), HopperTile::kRows128) << "one tile of tokens only";
   EXPECT_EQ(tile_of(problem(192, 1024, 4096)), HopperTile::kRows96) << "two of a small weight";
   EXPECT_EQ(tile_of(problem(256, 1024, 4096)), HopperTile::kRows128);
+  EXPECT_EQ(tile_of(problem(96, 1024, 4096)), HopperTile::kRows96) << "two were not measured";
+  EXPECT_FALSE(rows(problem(257, 1024, 4096)));
   const std::function<void(LinearProblem&)> others[] = {[](LinearProblem& p) { p.nested = false; },
                                                         [](LinearProblem& p) { p.nested_dtype = DType::kBFloat16; },
                                                         [](LinearProblem& p) { p.block_size = 128; }, [](LinearProblem& p) { p.k = 4160; }};
