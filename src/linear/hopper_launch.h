@@ -22,15 +22,6 @@ CUtensorMap tensor_map(const Matrix& matrix);
 // Never twice the same in a process, never 0; starts at a random value, so that memory that other programs left holds none to come.
 uint64_t next_nonce();
 
-// Programmatic dependent launch: blocks may start once all blocks of the kernel before allow it or have ended; they wait for its results
-// with wait_for_previous_grids().
-inline cudaLaunchAttribute overlap_attribute() {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  return attribute;
-}
-
 // One launch of the multiply: tokens [first, first + count).
 struct Launch {
   const LinearPlan& plan;

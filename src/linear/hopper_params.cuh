@@ -1,19 +1,16 @@
 // What a launch of either Hopper kernel passes, and the launch itself.
 #pragma once
 
-#include <array>
 #include <bit>
-#include <mutex>
 
-#include "core/cuda_check.h"
 #include "format/tables.h"
 #include "linear/hopper_kernel.cuh"
 #include "linear/hopper_launch.h"
+#include "linear/kernel_shared_memory.h"
+#include "linear/overlapping_launch.h"
+#include "linear/tensor_map.h"
 
 namespace nybble::hopper {
-
-template <typename T>
-constexpr CUtensorMapDataType kMapType = __is_same(T, __half) ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 
 // Rows of codes whose 16 neighbours can be fetched at once.
 inline bool aligned_codes(const ScaleSource& s) { return s.blocks % kCodeBox == 0 && reinterpret_cast<uintptr_t>(s.absmax) % 16 == 0; }
@@ -92,22 +89,11 @@ Params make_params(const Launch& l) {
 // KERNEL: multiply or multiply_rows of T and TILE.
 template <auto KERNEL, typename T, typename TILE>
 void launch_kernel(const Launch& l) {
-  constexpr int kMaxDevices = 64;
-  static std::array<std::once_flag, kMaxDevices> prepared;
-  int device = 0;
-  check(cudaGetDevice(&device));
-  std::call_once(prepared[device % kMaxDevices],
-                 [] { check(cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, TILE::SHARED_BYTES)); });
+  static SharedMemoryAllowance allowance;
+  allowance.allow(reinterpret_cast<const void*>(KERNEL), TILE::SHARED_BYTES);
   const Params params = make_params<T, TILE>(l);
-  cudaLaunchAttribute attribute = overlap_attribute();
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(2 * params.work.clusters));
-  config.blockDim = dim3(TILE::THREADS);
-  config.dynamicSmemBytes = TILE::SHARED_BYTES;
-  config.stream = l.stream;
-  config.attrs = &attribute;
-  config.numAttrs = l.overlap ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, KERNEL, params));
+  const LaunchShape shape{static_cast<unsigned>(2 * params.work.clusters), 1, TILE::THREADS, TILE::SHARED_BYTES};
+  launch_overlapping(l.overlap, l.stream, shape, KERNEL, params);
 }
 
 }  // namespace nybble::hopper

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "core/cuda_check.h"
 #include "linear/kernel_shared_memory.h"
+#include "linear/overlapping_launch.h"
 #include "linear/small_m_copy.cuh"
 #include "linear/small_m_forward.cuh"
 #include "linear/small_m_grad.cuh"
@@ -53,30 +53,10 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
   }
 }
 
-template <typename T>
-constexpr CUtensorMapDataType kMapType = __is_same(T, __half) ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-
-constexpr unsigned kManyCtas = 128;  // of 132 SMs
-
-struct Grid {
-  dim3 blocks;
-  int threads;
-  uint32_t shared_bytes;
-};
-
-// One kernel of the call, overlapping the one before it where the call wants that.
-template <typename... Parameters, typename... Arguments>
-void enqueue(const Launch& l, const Grid& grid, void (*kernel)(Parameters...), Arguments&&... arguments) {
-  cudaLaunchAttribute attribute = overlap_attribute();
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid.blocks;
-  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
-  config.dynamicSmemBytes = grid.shared_bytes;
-  config.stream = l.stream;
-  config.attrs = &attribute;
-  config.numAttrs = l.overlap ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
-}
+// How partial sums are added.
+constexpr unsigned kManyCtas = 128;      // of the multiply, of 132 SMs: from here on blocks of sums wait beside them
+constexpr unsigned kMostHalfRounds = 7;  // of those blocks: 3.5 rounds
+constexpr int kManyPiecesFrom = 5;       // of a tile
 
 // Boxes of the activation: 64 of the reduction by all tokens, or (Layout::PERMUTE_HERE) 16 of each of 4 blocks of 64.
 template <typename T>
@@ -128,12 +108,13 @@ void enqueue_sum(const Launch& l, const Params& p) {
   const unsigned groups = static_cast<unsigned>(p.m + 7) / 8, ctas = static_cast<unsigned>(p.work.ctas);
   const auto blocks = [&](int at_once) { return static_cast<unsigned>(p.work.tiles * kConsumerWarps * 32 / sum_threads(at_once)); };
   const unsigned few = blocks(kFewPieces);
-  const bool fit_beside = ctas > kManyCtas && 2 * few * groups <= 7 * ctas;
-  if (!fit_beside && l.plan.split > 4) {
-    return enqueue(l, {dim3(blocks(kManyPieces), groups), sum_threads(kManyPieces), 0}, sum_partials<T, L, kManyPieces>, p);
+  const bool fit_beside = ctas > kManyCtas && 2 * few * groups <= kMostHalfRounds * ctas;
+  if (!fit_beside && l.plan.split >= kManyPiecesFrom) {
+    const LaunchShape shape{blocks(kManyPieces), groups, sum_threads(kManyPieces), 0};
+    return launch_overlapping(l.overlap, l.stream, shape, sum_partials<T, L, kManyPieces>, p);
   }
   const unsigned taken = fit_beside ? std::min(few, std::max(1u, ctas / groups)) : few;
-  enqueue(l, {dim3(taken, groups), sum_threads(kFewPieces), 0}, sum_partials<T, L, kFewPieces>, p);
+  launch_overlapping(l.overlap, l.stream, {taken, groups, sum_threads(kFewPieces), 0}, sum_partials<T, L, kFewPieces>, p);
 }
 
 // In order: permute x, for more than 32 tokens forward; multiply; add the partial sums.
@@ -147,10 +128,11 @@ void launch_sized(const Launch& l) {
   if constexpr (L::PERMUTED_BEFORE) {
     const int vectors = p.k / 8, count = p.m * vectors;  // 16 bytes each
     const int64_t stride = l.problem.m == 1 || l.args.in_row_stride == 0 ? p.k : l.args.in_row_stride;
-    enqueue(l, {dim3((count + kPermuteThreads - 1) / kPermuteThreads), kPermuteThreads, 0}, permute_rows,
-            static_cast<const uint4*>(l.args.in), stride / 8, vectors, static_cast<uint32_t*>(l.args.workspace), count);
+    const LaunchShape shape{static_cast<unsigned>((count + kPermuteThreads - 1) / kPermuteThreads), 1, kPermuteThreads, 0};
+    launch_overlapping(l.overlap, l.stream, shape, permute_rows, static_cast<const uint4*>(l.args.in), stride / 8, vectors,
+                       static_cast<uint32_t*>(l.args.workspace), count);
   }
-  enqueue(l, {dim3(p.work.ctas), kThreads, L::SHARED_BYTES}, kernel, p);
+  launch_overlapping(l.overlap, l.stream, {static_cast<unsigned>(p.work.ctas), 1, kThreads, L::SHARED_BYTES}, kernel, p);
   enqueue_sum<T, L>(l, p);
 }
 

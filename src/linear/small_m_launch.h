@@ -8,14 +8,6 @@
 
 namespace nybble::small_m {
 
-// Blocks of a kernel launched so may start once all blocks of the kernel before allow it or have ended.
-inline cudaLaunchAttribute overlap_attribute() {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  return attribute;
-}
-
 struct Launch {
   const LinearPlan& plan;
   const LinearProblem& problem;

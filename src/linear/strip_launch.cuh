@@ -1,8 +1,8 @@
 // The launches of the strip kernels, a template over the activation type. Included by one file per type, so that they compile side by side.
 #pragma once
 
-#include "core/cuda_check.h"
 #include "linear/kernel_shared_memory.h"
+#include "linear/overlapping_launch.h"
 #include "linear/strip.h"
 #include "linear/strip_grad.cuh"
 
@@ -13,17 +13,7 @@ struct Enqueue {
   cudaStream_t stream;
 
   void operator()(void (*kernel)(Params), int blocks, int threads, uint32_t shared_bytes, const Params& p) const {
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(blocks));
-    config.blockDim = dim3(static_cast<unsigned>(threads));
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = overlap ? 1 : 0;
-    check(cudaLaunchKernelEx(&config, kernel, p));
+    launch_overlapping(overlap, stream, {static_cast<unsigned>(blocks), 1, threads, shared_bytes}, kernel, p);
   }
 };
 
