@@ -35,6 +35,7 @@ FAULTS = {
     "copy_not_awaited": ("hopper", "hopper_rows", "strips", "portable"),
     "sums_not_awaited": ("small_m", "strips"),
     "spare_not_awaited": ("hopper",),
+    "end_not_awaited": ("hopper", "hopper_rows"),
     "arrival_order": ("hopper", "hopper_rows", "small_m", "strips"),
 }
 for planted, kernels in FAULTS.items():

@@ -38,10 +38,11 @@ enum class Fault : unsigned {
                      // one wait for the cluster
   kSumsNotAwaited,   // sums of other warps are read from shared memory without the barrier
   kSpareNotAwaited,  // output is staged where weights are still being copied to the peer
+  kEndNotAwaited,    // a CTA ends while the other of its cluster may still send to it
 };
-constexpr const char* kNames[] = {"no_proxy_fence", "released_unread",  "released_early",   "wrong_parity",     "peer_not_awaited",
-                                  "flag_not_reset", "flag_not_cleared", "no_grid_wait",     "copy_not_awaited", "arrival_order",
-                                  "for_racecheck",  "sums_not_awaited", "spare_not_awaited"};
+constexpr const char* kNames[] = {"no_proxy_fence", "released_unread",  "released_early",    "wrong_parity",     "peer_not_awaited",
+                                  "flag_not_reset", "flag_not_cleared", "no_grid_wait",      "copy_not_awaited", "arrival_order",
+                                  "for_racecheck",  "sums_not_awaited", "spare_not_awaited", "end_not_awaited"};
 
 // faults: bit i is Fault i. One visit of a place in delay_odds sleeps, up to delay_ns; odds 0: none.
 struct Switches {

@@ -190,6 +190,7 @@ struct Consumer : Output<DIRECTION, T, TILE> {
     wait_for_previous_grids();  // the workspace and the output, which they may use
     while (end > 0) {
       run_segment();
+      NYBBLE_DELAY(21);
       if (leader() && list.is_last(segment)) {  // the last stage, too: its decode warp waits for that
         barrier_arrive_remote(empty_w0 + 8 * (NYBBLE_FAULT(kReleasedUnread) ? 1 : TILE::W_SLOTS - 1));
       }

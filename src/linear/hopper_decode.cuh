@@ -216,7 +216,7 @@ struct Decoder {
       phase ^= 1;
     }
     if (!met) meet_cluster();
-    barrier_wait(barriers.empty_w(slot), phase ^ 1);  // what this warp sent has arrived, and was read in both CTAs
+    if (!NYBBLE_FAULT(kEndNotAwaited)) barrier_wait(barriers.empty_w(slot), phase ^ 1);  // what this warp sent was read in both CTAs
   }
   // With its own scales it reads the weight alone, which no multiply writes; only then it need not wait for the grids before. One loop a
   // way, so that there is no branch on it in a step.

@@ -43,7 +43,7 @@ struct RowsProducer : RowsScales<DIRECTION, TILE> {
       }
     }
     // What this CTA sent has arrived and was read in both, and the peer's arrivals are in: either may end, whatever the other does.
-    for (int s = 0; s < SLOTS; s++) barrier_wait(barriers.empty_x(s), group ^ 1);
+    for (int s = 0; s < SLOTS && !NYBBLE_FAULT(kEndNotAwaited); s++) barrier_wait(barriers.empty_x(s), group ^ 1);
   }
 
   // One lane.
@@ -237,6 +237,7 @@ struct RowsConsumer : Output<DIRECTION, T, TILE> {
     wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < TILE::TOKENS / 2; i++) asm volatile("" : "+f"(sum[i])::"memory");
+    NYBBLE_DELAY(20);
     release_x(SLOTS - 1);
   }
 

@@ -48,8 +48,8 @@ def test_a_fault_that_no_run_catches_is_named_with_what_is_known_and_is_no_failu
     faults = program("faults", "nybble_fault_switches_mark", [BLIND])
     done, data, page = stress(tmp_path, program("product"), faults)
     assert done.returncode == 0, done.stdout
-    assert len(data["faults"]) == 44 and sum(cell["caught"] is None for cell in data["faults"]) == 1
-    assert "43 of 44 cells were caught" in page and "* no_proxy_fence on small_m" in page and "mbarrier" in page
+    assert len(data["faults"]) == 47 and sum(cell["caught"] is None for cell in data["faults"]) == 1
+    assert "46 of 47 cells were caught" in page and "* no_proxy_fence on small_m" in page and "mbarrier" in page
     assert "| `wrong_parity`: a full barrier is awaited with the other parity | wrong output" in page
     assert str(tmp_path) not in page
 
