@@ -30,6 +30,7 @@ from portable_time import capture
 
 # Tokens of a cluster's tile, in the order of HopperTile.
 TILES = ("512", "256", "128", "rows256", "rows192", "rows160", "rows128", "rows96", "rows64")
+ROW_PAIRS = [t for t, name in enumerate(TILES) if name.startswith("rows")]
 SCHEDULES, SCALES = ("whole", "stream", "pieces"), ("exp", "own")
 AUTO_GROUP, GROUPS = 4, (1, 2, 8)
 GRAPH_US, WORKSPACE = 1500, 64 << 20
@@ -52,10 +53,13 @@ def words(variant_number, group):
 def candidates(rows, m):
     """(variant, group) of every plan worth a try for an output of so many rows and tokens."""
     waves = -(-rows // 128) * -(-m // 512) / 66
-    tiles = (0, 1, 3) if m <= 512 else (0, 1) if waves < 2 else (0,)
+    tiles = (0, 1) if waves < 2 else (0,)
     if m <= 256:
-        tiles = (1, 2, *(t for t, name in enumerate(TILES) if t > 2 and m <= 2 * int(name[4:])))
-    found = [(variant(t, s, c), AUTO_GROUP) for t in tiles for s in range(3) for c in range(2) if t < 3 or c == 1]
+        tiles = (1, 2, *(t for t in ROW_PAIRS if m <= 2 * int(TILES[t][4:])))
+    elif m < 2048:  # row pairs that pad no more than tiles of 256
+        padded = {t: -(-m // int(TILES[t][4:])) * int(TILES[t][4:]) for t in ROW_PAIRS if int(TILES[t][4:]) > 128}
+        tiles = (0, 1, *(t for t, tokens in padded.items() if tokens <= -(-m // 256) * 256))
+    found = [(variant(t, s, c), AUTO_GROUP) for t in tiles for s in range(3) for c in range(2) if t not in ROW_PAIRS or c == 1]
     return found + [(variant(0, 0, c), group) for c in range(2) for group in GROUPS if m > 1024]
 
 
