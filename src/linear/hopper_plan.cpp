@@ -252,7 +252,7 @@ LinearPlan plan_hopper(const LinearProblem& p, const DeviceModel& device) {
       if (row_pairs(tile) && (scales == HopperScales::kExpanded || !row_pairs_measured(p, tile))) continue;
       for (const HopperSchedule schedule : {HopperSchedule::kWhole, HopperSchedule::kSplitTail, HopperSchedule::kStreamK}) {
         const HopperChoice choice{tile, schedule, scales, group};
-        const bool allowed = !p.batch_invariant || (tile == HopperTile::kTokens256 && schedule == HopperSchedule::kWhole);
+        const bool allowed = !p.batch_invariant || schedule == HopperSchedule::kWhole;  // the same bits whatever the tile
         const double clocks = expected_clocks(p, device, choice);
         if (!allowed || clocks < 0 || clocks >= least) continue;
         least = clocks;

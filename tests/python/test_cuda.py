@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import nybble
+from nybble.gate.dispatch import plan_of
+from nybble.gate.multiply import FORWARD, GRAD_INPUT, multiply, random_operand, random_weight
 
 from .conftest import has_gpu
 from .reference import dequantised, quantised, relative_error
@@ -16,6 +18,10 @@ MIB = 1 << 20
 
 def bf16(*shape):
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def bits(values):
+    return values.view(torch.int16)
 
 
 def peak_bytes(call):
@@ -145,6 +151,23 @@ def test_fused_and_dequant_agree_within_rounding_and_say_what_ran():
     ran = [path for path, counts in nybble.path_counters().items() if counts["forward"]]
     assert len(ran) == 1 and ran[0] in nybble.explain(x, packed, state)
     assert relative_error(y, exact) <= 1.05 * relative_error(dense, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("direction", [FORWARD, GRAD_INPUT])
+def test_batch_invariant_rows_have_the_same_bits_whatever_tile_their_number_takes(direction, dtype):
+    weight = random_weight(2048, 1024, torch.device("cuda"), seed=1, dtype=dtype)
+    counts = (1, 3, 64, 65, 96, 97, 128, 129, 160, 192, 193, 256, 257, 300, 384, 512, 513, 640, 1000, 2100)
+    operand = random_operand(counts[-1], weight.columns(direction)[0], torch.device("cuda"), 2, dtype)
+    operand[1], operand[2] = 0, -0.0  # the sign of a sum of zeros, too
+    tiles = {plan_of(weight, m, direction, True, dtype).text.partition("tiles of")[2] for m in counts}
+    if "H200" in torch.cuda.get_device_name():
+        assert len(tiles) >= 4, f"the numbers of rows take the tiles {tiles}, which shows little"
+    rows = multiply(direction, operand, weight, batch_invariant=True)
+    for m in counts:
+        assert torch.equal(bits(multiply(direction, operand[:m], weight, batch_invariant=True)), bits(rows[:m])), m
+    cut = multiply(direction, operand[:64], weight)  # the control: a plan that cuts the sums
+    assert not torch.equal(bits(cut), bits(rows[:64])) or "batch invariant" in plan_of(weight, 64, direction, dtype=dtype).text
 
 
 def test_tensors_on_another_device_run_there_and_leave_the_current_device_alone():

@@ -335,11 +335,16 @@ TEST(HopperPlan, TilesOfRowPairsMakeTheirScalesThemselves) {
 }
 
 TEST(HopperPlan, BatchInvariantPlansSumWholeTilesWhateverM) {
-  for (const int64_t m : {1, 64, 512, 1000, 8192}) {
-    LinearProblem p = problem(m, 4096, 4096);
+  for (const auto& [m, tile] : {std::pair{1, HopperTile::kRows64},
+                                {64, HopperTile::kRows64},
+                                {128, HopperTile::kRows128},
+                                {512, HopperTile::kTokens256},
+                                {1000, HopperTile::kTokens256},
+                                {8192, HopperTile::kTokens256}}) {
+    LinearProblem p = problem(m, 14336, 4096);
     p.batch_invariant = true;
     const LinearPlan plan = plan_hopper(p, kH200);
-    EXPECT_EQ(hopper_tile(plan.variant), HopperTile::kTokens256);
+    EXPECT_EQ(hopper_tile(plan.variant), tile) << to_string(plan);
     EXPECT_EQ(hopper_schedule(plan.variant), HopperSchedule::kWhole);
     EXPECT_TRUE(plan.batch_invariant);
   }

@@ -67,10 +67,11 @@ class DeterminismGate(CheckGate):
     def _cell(self, n: int, k: int, direction: str) -> Cell:
         largest = largest_that_fits(self.device, n, k, self.sizes.largest, self.left_out)
         weight = self._weight(n, k)
-        found = boundaries(lambda m: plan_of(weight, m, direction), largest)
-        found = thinned(found, self.sizes.boundary_count)
-        powers = [1 << bit for bit in range(largest.bit_length())]
-        return Cell(n, k, direction, tuple(both_sides(found, [*powers, largest], largest)))
+        counts = [largest, *(1 << bit for bit in range(largest.bit_length()))]
+        for invariant in (False, True):
+            found = boundaries(lambda m, invariant=invariant: plan_of(weight, m, direction, invariant), largest)
+            counts = both_sides(thinned(found, self.sizes.boundary_count), counts, largest)
+        return Cell(n, k, direction, tuple(counts))
 
     def _weight(self, n: int, k: int) -> Weight:
         if (n, k) not in self._weights:
