@@ -22,25 +22,28 @@ constexpr int64_t kMaxTokens = int64_t{1} << 31;  // TMA coordinates are 32-bit
 // Clocks on an H200, fitted to the times of tiles, schedules and ways of the scales at about 200 problems (docs/hopper.md). step: one step
 // of 64 while all clusters work; tile: from the last step of a tile to full speed in the next; exchange: storing, awaiting and adding the
 // pieces of a cut tile; stream: the same for the pieces of a stream-K range; stream_tiles: what stream-K costs besides, in tiles. scales:
-// what making them in the kernel adds to all that, forward and grad_x, where lanes read codes a row of W apart. rows, tokens: of a
-// cluster's tile.
+// what making them in the kernel adds to all that, forward and grad_x, where lanes read codes a row of W apart. several: times step, with
+// several tiles of tokens. rows, tokens: of a cluster's tile.
 struct TileModel {
   int rows, tokens;
   int unit;
   double step, tile, exchange, stream, stream_tiles;
   double scales[2];
+  double several = 1;
 };
 constexpr TileModel kTileModels[kHopperTiles] = {{128, 512, 4, 1100, 1000, 6000, 9800, 0.06, {0.035, 0.039}},
                                                  {128, 256, 8, 650, 1400, 4500, 4900, 0.08, {0.045, 0.055}},
                                                  {128, 128, 8, 480, 1200, 6400, 2900, 0.2, {0.06, 0.075}},
                                                  {256, 256, 4, 1230, 4400, 3900, 11100, 0.02, {0, 0.005}},
-                                                 {256, 192, 4, 950, 3500, 4000, 10500, 0, {0, 0.02}},
-                                                 {256, 160, 4, 810, 3700, 2300, 9300, 0, {0, 0.03}},
+                                                 {256, 192, 4, 950, 3500, 4000, 10500, 0, {0, 0.02}, 1.04},
+                                                 {256, 160, 4, 810, 3700, 2300, 9300, 0, {0, 0.03}, 1.12},
                                                  {256, 128, 4, 670, 4200, 1100, 6300, 0, {0, 0.095}},
                                                  {256, 96, 4, 655, 1500, 1300, 5900, 0, {0, 0.045}},
                                                  {256, 64, 4, 640, 500, 1300, 5600, 0, {0, 0.045}}};
-// Row pairs take two tiles of tokens where that was measured: for up to so many tiles, with so many tokens.
+// Row pairs take several tiles of tokens where that was measured: two for up to so many tiles, with so many tokens; any number with so
+// many, each of so many.
 constexpr int64_t kTwoTokenTiles = 8, kTwoTilesFrom = 128, kTwoTilesTo = 256;
+constexpr int64_t kSeveralTilesFrom = 257, kSeveralTilesBelow = 2048, kSeveralTilesOf = 160;
 constexpr double kCollect = 300, kCollectToken = 3.5;  // stream-K of row pairs: adding the sums of a further cluster to a tile's
 // In a long multiply the card's power is the limit. Interleaved with others stream-K and pieces take the same time there, alone for half a
 // second stream-K took 3 to 7% longer (benchmarks/records/h200-hopper-plans.md): half a percent more is asked of it.
@@ -49,7 +52,8 @@ constexpr double kPieceClocks = 3;                           // of a piece beyon
 constexpr double kExpansion = 8500, kExpandedBlock = 0.002;  // the kernel before: a launch, a block of weights
 // Of what scales in the kernel cost grad_x with tiles of 512 tokens: while a tile's output leaves, the decode warps catch up.
 constexpr double kCaughtUp = 300;
-// Longer tiles put the clusters at distant k: where several token tiles share packed rows, those are read from DRAM several times.
+// Longer tiles put the clusters at distant k: where several token tiles share packed rows, those are read from DRAM several times. Row
+// pairs were faster so all the same.
 constexpr int kStreamKMaxSteps = 128;
 // A weight that stays in L2 may be read once more: two token tiles a raster group instead of four took up to 1% less time (the same
 // record).
@@ -86,13 +90,14 @@ double multiply_clocks(const LinearProblem& p, const DeviceModel& device, Hopper
   const int clusters = clusters_of(device);
   const int64_t token_tiles = ceil_div(p.m, model.tokens), tiles = token_tiles * ceil_div(out_rows(p), model.rows);
   const int64_t steps = round_up(ceil_div(reduction(p), kStep), model.unit);
-  const double whole_tile = static_cast<double>(steps) * model.step + model.tile;
+  const double step = token_tiles > 1 ? model.step * model.several : model.step;
+  const double whole_tile = static_cast<double>(steps) * step + model.tile;
   const int tail = tail_tiles(tiles, clusters);
   const int64_t full_waves = tiles / clusters;
   if (schedule == HopperSchedule::kWhole) return static_cast<double>(full_waves + (tail > 0)) * whole_tile;
   if (tail == 0) return -1;
   if (schedule == HopperSchedule::kStreamK) {
-    if (steps > kStreamKMaxSteps && token_tiles > 1) return -1;
+    if (steps > kStreamKMaxSteps && token_tiles > 1 && !row_pairs(tile)) return -1;
     const double each = static_cast<double>(tiles) / clusters, further = row_pairs(tile) ? std::max(0.0, 1 / each - 1) : 0;
     const double clocks =
         (each + model.stream_tiles) * whole_tile + model.stream + further * (kCollect + kCollectToken * cta_tokens(model));
@@ -100,7 +105,7 @@ double multiply_clocks(const LinearProblem& p, const DeviceModel& device, Hopper
   }
   const int pieces = pieces_of_tail(tiles, clusters, steps / model.unit);
   if (pieces < 2) return -1;
-  return static_cast<double>(full_waves) * whole_tile + static_cast<double>(steps) * model.step / pieces + model.tile + model.exchange +
+  return static_cast<double>(full_waves) * whole_tile + static_cast<double>(steps) * step / pieces + model.tile + model.exchange +
          (pieces - 2) * kPieceClocks * cta_tokens(model);
 }
 
@@ -117,13 +122,14 @@ double expected_clocks(const LinearProblem& p, const DeviceModel& device, const 
   return clocks + kExpansion + kExpandedBlock * static_cast<double>(p.n * (p.k / p.block_size));
 }
 
-// One tile of tokens, of small weights two: with more, the tiles that share a decode were faster at almost every measured problem. Other
-// scales take a slower way.
+// One tile of tokens, two of small weights; more where the tiles that share a decode would be filled badly. Other scales take a slower way.
 bool row_pairs_measured(const LinearProblem& p, HopperTile tile) {
   const TileModel& model = model_of(tile);
   const int64_t token_tiles = ceil_div(p.m, model.tokens), tiles = token_tiles * ceil_div(out_rows(p), model.rows);
   const bool two = token_tiles == 2 && tiles <= kTwoTokenTiles && p.m >= kTwoTilesFrom && p.m <= kTwoTilesTo;
-  return (token_tiles == 1 || two) && p.nested && p.nested_dtype == DType::kFloat32 && p.block_size == kStep && p.k % (4 * kStep) == 0;
+  const bool several = p.m >= kSeveralTilesFrom && p.m < kSeveralTilesBelow && model.tokens >= kSeveralTilesOf;
+  return (token_tiles == 1 || two || several) && p.nested && p.nested_dtype == DType::kFloat32 && p.block_size == kStep &&
+         p.k % (4 * kStep) == 0;
 }
 
 LinearPlan finished(const LinearProblem& p, LinearPlan plan) {

@@ -292,12 +292,10 @@ TEST(HopperPlan, AFewHundredTokensGoToTilesOfRowPairs) {
   EXPECT_EQ(tile_of(problem(128, 4096, 4096)), HopperTile::kRows128);
   EXPECT_EQ(tile_of(problem(128, 4096, 14336, Direction::kGradInput)), HopperTile::kRows128);
   EXPECT_EQ(tile_of(problem(64, 4096, 4096, Direction::kGradInput)), HopperTile::kRows64);
-  EXPECT_FALSE(rows(problem(257, 14336, 4096)));
   EXPECT_NE(tile_of(problem(256, 4096, 4096, Direction::kGradInput)), HopperTile::kRows128) << "one tile of tokens only";
   EXPECT_EQ(tile_of(problem(192, 1024, 4096)), HopperTile::kRows96) << "two of a small weight";
   EXPECT_EQ(tile_of(problem(256, 1024, 4096)), HopperTile::kRows128);
   EXPECT_EQ(tile_of(problem(96, 1024, 4096)), HopperTile::kRows96) << "two were not measured";
-  EXPECT_FALSE(rows(problem(257, 1024, 4096)));
   const std::function<void(LinearProblem&)> others[] = {[](LinearProblem& p) { p.nested = false; },
                                                         [](LinearProblem& p) { p.nested_dtype = DType::kBFloat16; },
                                                         [](LinearProblem& p) { p.block_size = 128; }, [](LinearProblem& p) { p.k = 4160; }};
@@ -306,6 +304,24 @@ TEST(HopperPlan, AFewHundredTokensGoToTilesOfRowPairs) {
     change(p);
     EXPECT_FALSE(rows(p)) << "a way of the scales that was not measured";
   }
+}
+
+// Tiles of 512 and 256 tokens would be padded by up to a half.
+TEST(HopperPlan, NumbersOfTokensBetweenTheTilesGoToSeveralTilesOfRowPairs) {
+  const auto tile_of = [](const LinearProblem& p) { return hopper_tile(plan_hopper(p, kH200).variant); };
+  for (const auto& [m, tile] : {std::pair{320, HopperTile::kRows160},
+                                {384, HopperTile::kRows192},
+                                {576, HopperTile::kRows192},
+                                {768, HopperTile::kRows256},
+                                {1280, HopperTile::kRows256}}) {
+    EXPECT_EQ(tile_of(problem(m, 14336, 4096)), tile) << m;
+    EXPECT_EQ(tile_of(problem(m, 4096, 14336)), tile) << m;
+  }
+  for (const int64_t m : {448, 512, 896, 1024, 1536, 2048, 2100}) EXPECT_EQ(tile_of(problem(m, 14336, 4096)), HopperTile::kTokens256) << m;
+  EXPECT_EQ(hopper_schedule(plan_hopper(problem(576, 4096, 14336), kH200).variant), HopperSchedule::kStreamK) << "224 steps a tile";
+  LinearProblem plain = problem(576, 14336, 4096);
+  plain.nested = false;
+  EXPECT_LT(tile_of(plain), HopperTile::kRows256) << "a way of the scales that was not measured";
 }
 
 // 20 tiles for 66 clusters: three pieces each leave 6 idle, stream-K none. 16 tiles: four pieces each leave 2 idle.
