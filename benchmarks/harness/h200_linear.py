@@ -1,16 +1,16 @@
 """The record of the 4-bit multiply on a GPU: what `auto` takes at every size of the target table, beside dense cuBLAS
 and bitsandbytes in the same run.
 
-    python h200_linear.py --out FOLDER [--budget SECONDS] [--must]     measures, writes h200-linear.json, .md, .svg
+    python h200_linear.py --out FOLDER [--library LIBRARY] [--must]    measures, writes h200-linear.json, .md, .svg
     python h200_linear.py --judge RECORD.json                          the verdict on a record, without a GPU
     python h200_linear.py --out FOLDER --scales plain [--tokens LIST]  plain scales: h200-linear-plain.json, .md, .svg
 
 Times include everything one call of torch.ops.nybble does on the device. Arms: auto; dequant (mode "dequant", up to
 4096 tokens, where the table has a target); dense (torch.mm on the dequantised weight); bitsandbytes (matmul_4bit; for
-grad_x dequantize_4bit + mm); auto with batch_invariant=True, where its plan is another one; for 4096 x 4096 also auto
-and dense with one weight that stays in L2. Weights rotate so
-that 3 x L2 lie between two uses of one; CUDA graph replays; arms shuffled in every round; medians. Spread: (max - min)
-/ median.
+grad_x dequantize_4bit + mm); auto with batch_invariant=True, where its plan is another one; the plan of every other
+fused path that takes the problem (LIBRARY: libportable_bench.so; up to the tokens of PATHS); for 4096 x 4096 also auto
+and dense with one weight that stays in L2. Weights rotate so that 3 x L2 lie between two uses of one; CUDA graph
+replays; arms shuffled in every round; medians. Spread: (max - min) / median.
 With --must (always with --judge) the exit code is 1 when a must of linear_targets.py is missed or was not measured.
 """
 
@@ -28,9 +28,11 @@ import linear_targets as targets
 import plot_linear
 
 PROTOCOL = "Weights rotate over 3 x L2, CUDA graph replays, arms shuffled in each round, median of {rounds} rounds."
-ROUNDS = 9
+ROUNDS = 13
 GRAPH_US = 1000  # of device time a replay, at least, as far as 40 calls give it
 DEQUANT_TOKENS = 4096
+PATHS = {"hopper": 1 << 30, "small_m": 128, "portable": 2048, "row": 8}  # to the most tokens that it is timed with
+WORKSPACE = 64 << 20
 WARM_SHAPE = (4096, 4096)
 NF4, BFLOAT16, FLOAT32, BLOCK = 0, 2, 0, 64
 COUNTER_OF = {"forward": "forward", "grad_x": "grad_input"}
@@ -117,12 +119,33 @@ class Shape:
             bodies["invariant"] = ours("auto", invariant=True)
         if self.states:
             bodies["bnb"] = bitsandbytes
+        for path in PATHS if gpu.library else ():
+            bodies |= self.of_path(path, x, backward)
         if m <= DEQUANT_TOKENS and m in targets.TOKENS:
             bodies["dequant"] = ours("dequant")
         if (self.n, self.k) == WARM_SHAPE:
             bodies["auto_warm"] = ours("auto", rotate=False)
             bodies["dense_warm"] = lambda i: torch.mm(x, operands[0], out=out)
         return bodies, x, out
+
+    def of_path(self, path, x, backward):
+        """{path: body(i)} of a fused path's own plan, {} where it does not take the problem."""
+        library, columns = self.gpu.library, self.k if backward else self.n
+        if x.shape[0] > PATHS[path]:
+            return {}
+        out = self.gpu.torch.empty(x.shape[0], columns, dtype=x.dtype, device=x.device)
+        calls = [library.call(w, x, out, backward, path=self.gpu.path_numbers[path]) for w in self.weights]
+        try:
+            for call in calls:
+                library.plan(call)
+        except RuntimeError:
+            return {}
+
+        def body(i):
+            library.run(calls[i % len(calls)])
+            return out
+
+        return {path: body}
 
     def calls_per_graph(self, m, expected_us):
         moved = self.n * self.k // 2 + 2 * m * (self.n + self.k)  # bytes between two uses of a weight, per call
@@ -133,15 +156,18 @@ class Shape:
 class Gpu:
     """torch, nybble, bitsandbytes when it can be imported, and what is the same for all shapes."""
 
-    def __init__(self, nested):
+    def __init__(self, nested, library=None):
+        import portable_kernels
         import portable_time
         import torch
-        from portable_kernels import Weight
 
         import nybble
         from nybble.quant_state import QuantState, table
 
-        self.torch, self.nybble, self.weight, self.state, self.nested = torch, nybble, Weight, QuantState, nested
+        self.torch, self.nybble, self.state, self.nested = torch, nybble, QuantState, nested
+        self.weight = portable_kernels.Weight
+        self.library = portable_kernels.Kernels(library, WORKSPACE) if library else None
+        self.path_numbers = {path: getattr(portable_kernels, path.upper()) for path in PATHS}
         self.capture, self.replay_us = portable_time.capture, portable_time.replay_us
         self.bitsandbytes_state = portable_time.bitsandbytes_state
         self.bitsandbytes, self.functional = portable_time.import_bitsandbytes()
@@ -182,16 +208,21 @@ class Gpu:
         return ran[0], result
 
 
+def relative(gpu, values, reference):
+    return (gpu.torch.dist(values, reference) / reference.norm()).item()
+
+
 def measure(gpu, shape, m, direction, clocks):
-    """The rows of one cell: auto, and dequant where it was timed and is not what auto takes."""
+    """The rows of one cell: auto, and every other path that was timed."""
     start = time.time()
     bodies, x, out = shape.bodies(m, direction)
     path, result = gpu.path_and_result(bodies["auto"], direction)
     plan = gpu.plan(x, shape.weights[0], direction)
+    bodies.pop(path, None)  # auto's
     bodies["dense"](0)
-    results = {"auto": result} | {arm: bodies[arm](0) for arm in ("invariant",) if arm in bodies}
-    errors = {arm: (gpu.torch.dist(values, out) / out.norm()).item() for arm, values in results.items()}
-    del result, results
+    errors = {"auto": relative(gpu, result, out)}
+    errors |= {arm: relative(gpu, bodies[arm](0), out) for arm in ("invariant", "dequant", *PATHS) if arm in bodies}
+    del result
     count = shape.calls_per_graph(m, 2 * m * shape.n * shape.k / 650e6 + 8)
     graphs = {arm: gpu.capture(body, count) for arm, body in bodies.items()}
     times = {arm: [] for arm in graphs}
@@ -211,7 +242,7 @@ def measure(gpu, shape, m, direction, clocks):
             **dict(n=shape.n, k=shape.k, m=m, direction=direction, path=path, auto=arm == "auto"),
             **dict(fused_us=us[arm], dense_us=us["dense"], bnb_us=bnb, ratio_dense=us[arm] / us["dense"]),
             **dict(ratio_bnb=us[arm] / bnb if bnb else None, spread=spread[arm], dense_spread=spread["dense"]),
-            **dict(bnb_spread=spread.get("bnb"), clock_mhz=clock, power_w=power, calls=count, error=errors["auto"]),
+            **dict(bnb_spread=spread.get("bnb"), clock_mhz=clock, power_w=power, calls=count, error=errors[arm]),
         }
 
     rows = [row("auto", path)]
@@ -221,20 +252,19 @@ def measure(gpu, shape, m, direction, clocks):
         rows[0].update(invariant_error=errors["invariant"])
     if "auto_warm" in us:
         rows[0].update(warm_fused_us=us["auto_warm"], warm_dense_us=us["dense_warm"])
-    if "dequant" in us and path != "dequant":
-        rows.append(row("dequant", "dequant"))
-    return rows
+    return rows + [row(arm, arm) for arm in ("dequant", *PATHS) if arm in us]
 
 
-def measure_all(budget, nested, tokens):
+def measure_all(budget, nested, tokens, library):
     start = time.time()
-    gpu = Gpu(nested)
+    gpu = Gpu(nested, library)
     torch = gpu.torch
     torch.manual_seed(int(start))
     record = {
         **dict(device=torch.cuda.get_device_name(), torch=torch.__version__, rows=[], skipped=[]),
         **dict(bitsandbytes=getattr(gpu.bitsandbytes, "__version__", None), protocol=PROTOCOL.format(rounds=ROUNDS)),
         **dict(scales="nested" if nested else "plain", tokens=list(tokens), invariant=True),
+        **dict(paths=PATHS if library else {}),
     }
     clocks = ClockMonitor()
     shapes = {(n, k): Shape(n, k, gpu) for n, k in targets.SHAPES}
@@ -260,8 +290,7 @@ def line(rows):
     text = (
         f"{targets.where(row):30s} {row['path']:8s} {row['fused_us']:8.1f} us, {row['ratio_dense']:.3f} of dense{bnb}"
     )
-    if len(rows) > 1:
-        text += f", dequant {rows[1]['ratio_dense']:.2f}"
+    text += "".join(f", {other['path']} {other['ratio_dense']:.2f}" for other in rows[1:])
     return text + f" | spread {row['spread']:.3f} clock {row['clock_mhz']} MHz"
 
 
@@ -284,13 +313,14 @@ def main():
     parser.add_argument("--budget", type=float, default=110, help="seconds; what does not fit is listed as skipped")
     parser.add_argument("--must", action="store_true", help="exit 1 when a must is missed")
     parser.add_argument("--judge", type=pathlib.Path, metavar="RECORD", help="judge a record, measure nothing")
+    parser.add_argument("--library", help="libportable_bench.so: the other fused paths, too")
     parser.add_argument("--scales", choices=["nested", "plain"], default="nested")
     parser.add_argument("--tokens", default=",".join(map(str, targets.columns())), help="M of the record")
     arguments = parser.parse_args()
     if arguments.judge:
         return 1 if judge(json.loads(arguments.judge.read_text())) else 0
     tokens = sorted(int(text) for text in arguments.tokens.split(","))
-    record = measure_all(arguments.budget, arguments.scales == "nested", tokens)
+    record = measure_all(arguments.budget, arguments.scales == "nested", tokens, arguments.library)
     arguments.out.mkdir(parents=True, exist_ok=True)
     name = targets.name(record)
     (arguments.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")

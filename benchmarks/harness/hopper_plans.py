@@ -59,7 +59,8 @@ def candidates(rows, m):
     elif m < 2048:  # row pairs that pad no more than tiles of 256
         padded = {t: -(-m // int(TILES[t][4:])) * int(TILES[t][4:]) for t in ROW_PAIRS if int(TILES[t][4:]) > 128}
         tiles = (0, 1, *(t for t, tokens in padded.items() if tokens <= -(-m // 256) * 256))
-    found = [(variant(t, s, c), AUTO_GROUP) for t in tiles for s in range(3) for c in range(2) if t not in ROW_PAIRS or c == 1]
+    ways = {t: (1,) if t in ROW_PAIRS else (0, 1) for t in tiles}
+    found = [(variant(t, s, c), AUTO_GROUP) for t in tiles for s in range(3) for c in ways[t]]
     return found + [(variant(0, 0, c), group) for c in range(2) for group in GROUPS if m > 1024]
 
 

@@ -8,8 +8,9 @@ TOKENS = (1, 4, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 LARGE = dict(zip(TOKENS, (0.80, 0.80, 0.80, 0.80, 0.95, 1.15, 1.20, 1.15, 1.10, 1.05, 1.04, 1.03, 1.03), strict=True))
 SMALL = dict(zip(TOKENS, (0.95, 0.95, 0.95, 0.95, 1.35, 1.50, 1.40, 1.30, 1.10, 1.07, 1.05, 1.04, 1.04), strict=True))
 GOAL = dict(zip(TOKENS, (0.50, 0.50, 0.50, 0.50, 0.70, 0.90, 1.00, 1.02, 1.00, 1.00, 0.99, 0.99, 0.99), strict=True))
-BETWEEN = (96, 160, 192)  # no target of their own: between 64 and 256 tokens tiles are filled in part
+BETWEEN = (96, 160, 192, 320, 384, 640, 768, 1280)  # no target of their own: here the tiles of 512 are filled in part
 LARGE_WEIGHT = 4096 * 14336
+FASTER = 0.97  # a path that takes less of auto's time is named
 SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096), (27648, 5120), (5120, 27648), (28672, 8192), (1024, 4096))
 REPORTED_ONLY = {(1024, 4096): 2048}  # has no must below so many tokens
 DIRECTIONS = ("forward", "grad_x")
@@ -68,6 +69,7 @@ def misses(record):
         noise = max(row["spread"], row["bnb_spread"] or 0.0)
         if row["ratio_bnb"] is not None and not row["ratio_bnb"] <= 1 + noise:
             texts.append(f"{where(row)} ({row['path']}): {row['ratio_bnb']:.3f} of bitsandbytes, spread {noise:.3f}")
+    for row in record["rows"]:
         for what, error in (("result", row["error"]), ("batch-invariant result", row.get("invariant_error", 0.0))):
             if not error <= 0.01:
                 texts.append(f"{where(row)} ({row['path']}): {what} differs from dense by {error:.2e} (norm)")
@@ -102,6 +104,46 @@ def invariance_lines(record):
     return lines + ["| largest | " + " | ".join(f"{max(v):.2f}" for v in costs.values()) + " |"]
 
 
+def path_costs(record):
+    """path -> m -> what a path that `auto` does not take there takes in times of auto, of every cell where it ran."""
+    autos = {(row["m"], row["n"], row["k"], row["direction"]): row for row in auto_rows(record)}
+    costs = {}
+    for row in record["rows"]:
+        if not row["auto"]:
+            auto = autos[row["m"], row["n"], row["k"], row["direction"]]
+            cost = row["fused_us"] / auto["fused_us"]
+            costs.setdefault(row["path"], {}).setdefault(row["m"], []).append((cost, row))
+    return costs
+
+
+def path_lines(record):
+    costs = path_costs(record)
+    tokens = sorted({m for by_m in costs.values() for m in by_m})
+    lines = ["", "Time of paths that `auto` does not take / time of `auto`, geometric mean, in brackets the least:", ""]
+    lines += ["| path | " + " | ".join(f"M {m}" for m in tokens) + " |", "|---" * (len(tokens) + 1) + "|"]
+    for path, by_m in sorted(costs.items()):
+        texts = []
+        for m in tokens:
+            values = [cost for cost, _ in by_m.get(m, [])]
+            texts.append(f"{statistics.geometric_mean(values):.2f} ({min(values):.2f})" if values else "-")
+        lines.append(f"| {path} | " + " | ".join(texts) + " |")
+    faster = sorted((cost, where(row), path) for path, by_m in costs.items() for v in by_m.values() for cost, row in v)
+    texts = [f"{what} {path} {cost:.2f}" for cost, what, path in faster if cost < FASTER]
+    return lines + ["", f"Below {FASTER} of `auto`: " + (", ".join(texts) or "none") + "."]
+
+
+def warm_lines(record):
+    """4096 x 4096 with one weight, which stays in L2."""
+    rows = [row for row in auto_rows(record) if "warm_fused_us" in row]
+    tokens = sorted({row["m"] for row in rows})
+    lines = ["", "The same with one weight of 4096 x 4096 that stays in L2, both arms:", ""]
+    lines += ["| | " + " | ".join(f"M {m}" for m in tokens) + " |", "|---" * (len(tokens) + 1) + "|"]
+    for direction in DIRECTIONS:
+        ratio = {r["m"]: r["warm_fused_us"] / r["warm_dense_us"] for r in rows if r["direction"] == direction}
+        lines.append(f"| {direction} | " + " | ".join(f"{ratio[m]:.2f}" for m in tokens) + " |")
+    return lines
+
+
 def mark(row):
     """! above the must; ? above the line between the musts of the neighbours, where the table has none."""
     must = between(row["n"], row["k"], row["m"])
@@ -130,8 +172,12 @@ def markdown(record):
     means = geometric_means(record)
     lines.append("| geometric mean | | " + " | ".join(f"{means[m]:.3f}" if m in means else "-" for m in tokens) + " |")
     lines.append("| goal | | " + " | ".join(f"{GOAL[m]:.2f}" if m in GOAL else "-" for m in tokens) + " |")
+    if any("warm_fused_us" in row for row in record["rows"]):
+        lines += warm_lines(record)
     if record.get("invariant"):
         lines += invariance_lines(record)
+    if record.get("paths"):
+        lines += path_lines(record)
     lines += [
         "",
         "Letter: path, h hopper, s small_m, p portable, r row, d dequant. Medians, spreads, clocks: the JSON beside.",

@@ -123,6 +123,29 @@ def test_the_cost_of_batch_invariance_is_one_where_the_plan_is_invariant_by_itse
     assert "batch_invariant" not in targets.markdown(record_at(0.999)), "a record that has not measured it"
 
 
+def test_a_path_that_auto_should_have_taken_is_named():
+    record = record_at(0.999) | dict(paths={"portable": 2048})
+    auto = next(row for row in record["rows"] if row["m"] == 64)
+    for share in (2, 0.9):
+        record["rows"].append(auto | dict(path="portable", auto=False, fused_us=share * auto["fused_us"]))
+    page = targets.markdown(record)
+    assert "| portable | 1.34 (0.90) |" in page
+    assert f"Below 0.97 of `auto`: {targets.where(auto)} portable 0.90." in page
+    assert targets.misses(record) == []
+    record["rows"][-1]["error"] = 0.5
+    assert "portable): result differs" in targets.misses(record)[0]
+
+
+def test_the_weight_that_stays_in_l2_has_a_table():
+    record = record_at(0.999)
+    for row in record["rows"]:
+        if (row["n"], row["k"]) == (4096, 4096):
+            row.update(warm_fused_us=12.0, warm_dense_us=10.0)
+    lines = targets.markdown(record).splitlines()
+    assert sum(line.startswith(("| forward | 1.20", "| grad_x | 1.20")) for line in lines) == 2
+    assert "stays in L2" not in targets.markdown(record_at(0.999))
+
+
 def test_a_record_of_plain_scales_and_fewer_tokens_has_files_of_its_own_and_misses_only_what_it_names():
     tokens = [64, 512]
     record = record_at(0.999) | dict(scales="plain", tokens=tokens)
