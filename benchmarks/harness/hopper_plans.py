@@ -56,7 +56,7 @@ def candidates(rows, m):
     tiles = (0, 1) if waves < 2 else (0,)
     if m <= 256:
         tiles = (1, 2, *(t for t in ROW_PAIRS if m <= 2 * int(TILES[t][4:])))
-    elif m < 2048:  # row pairs that pad no more than tiles of 256
+    elif m < 4096:  # row pairs that pad no more than tiles of 256
         padded = {t: -(-m // int(TILES[t][4:])) * int(TILES[t][4:]) for t in ROW_PAIRS if int(TILES[t][4:]) > 128}
         tiles = (0, 1, *(t for t, tokens in padded.items() if tokens <= -(-m // 256) * 256))
     ways = {t: (1,) if t in ROW_PAIRS else (0, 1) for t in tiles}
