@@ -10,12 +10,13 @@ Times include everything one call of torch.ops.nybble does on the device. Arms: 
 grad_x dequantize_4bit + mm); auto with batch_invariant=True, where its plan is another one; the plan of every other
 fused path that takes the problem (LIBRARY: libportable_bench.so; up to the tokens of PATHS); for 4096 x 4096 also auto
 and dense with one weight that stays in L2. Weights rotate so that 3 x L2 lie between two uses of one; CUDA graph
-replays; arms shuffled in every round; medians. Spread: (max - min) / median.
+replays; arms shuffled in every round; medians of times, and of the rounds' ratios. Spread: (max - min) / median.
 With --must (always with --judge) the exit code is 1 when a must of linear_targets.py is missed or was not measured.
 """
 
 import argparse
 import json
+import operator
 import pathlib
 import random
 import statistics
@@ -27,8 +28,11 @@ import time
 import linear_targets as targets
 import plot_linear
 
-PROTOCOL = "Weights rotate over 3 x L2, CUDA graph replays, arms shuffled in each round, median of {rounds} rounds."
-ROUNDS = 13
+PROTOCOL = (
+    "Weights rotate over 3 x L2, CUDA graph replays, arms shuffled in each round, {rounds} rounds. Times are medians, "
+    "a ratio is the median of the rounds' ratios, which the card's clock, common to a round, moves less."
+)
+ROUNDS = 21
 GRAPH_US = 1000  # of device time a replay, at least, as far as 40 calls give it
 DEQUANT_TOKENS = 4096
 PATHS = {"hopper": 1 << 30, "small_m": 128, "portable": 2048, "row": 8}  # to the most tokens that it is timed with
@@ -237,11 +241,12 @@ def measure(gpu, shape, m, direction, clocks):
     spread = {arm: (max(values) - min(values)) / us[arm] for arm, values in times.items()}
 
     def row(arm, path):
-        bnb = us.get("bnb")
+        bnb, own = us.get("bnb"), times[arm]
+        ratio = {to: statistics.median(map(operator.truediv, own, times[to])) for to in ("dense", "bnb") if to in us}
         return {
             **dict(n=shape.n, k=shape.k, m=m, direction=direction, path=path, auto=arm == "auto"),
-            **dict(fused_us=us[arm], dense_us=us["dense"], bnb_us=bnb, ratio_dense=us[arm] / us["dense"]),
-            **dict(ratio_bnb=us[arm] / bnb if bnb else None, spread=spread[arm], dense_spread=spread["dense"]),
+            **dict(fused_us=us[arm], dense_us=us["dense"], bnb_us=bnb, ratio_dense=ratio["dense"]),
+            **dict(ratio_bnb=ratio.get("bnb"), spread=spread[arm], dense_spread=spread["dense"]),
             **dict(bnb_spread=spread.get("bnb"), clock_mhz=clock, power_w=power, calls=count, error=errors[arm]),
         }
 
