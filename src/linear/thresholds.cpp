@@ -12,7 +12,8 @@ constexpr int64_t kLargestWeight = int64_t{192} << 20;  // between 27648 x 5120 
 
 // Columns: path, compute capabilities, tokens, forward, input gradient, least number of weights, record.
 constexpr Threshold kThresholds[] = {
-    // H200: the small-M kernel leads up to 32 tokens, on larger weights up to 64 (forward of the largest also from 97 to 128), on the
+    // H200: the small-M kernel leads up to 32 tokens, on larger weights up to 64 (forward of the largest also from 97 to 128), forward of
+    // the
     // smallest up to 64 (but one token where it has no strips: row kernel). Above, with nested scales, the Hopper kernel with weights in
     // registers.
     {LinearPath::kSmallM, 90, 90, 1, 32, true, true, kLargeWeight, "h200-linear.json"},
@@ -21,6 +22,7 @@ constexpr Threshold kThresholds[] = {
     {LinearPath::kHopper, 90, 90, 33, 128, true, true, kLargeWeight, "h200-linear.json", false, true},
     {LinearPath::kSmallM, 90, 90, 33, 128, true, true, kLargeWeight, "h200-linear.json"},
     {LinearPath::kHopper, 90, 90, 33, 64, true, true, kSmallestWeight, "h200-linear.json", false, true},
+    {LinearPath::kHopper, 90, 90, 33, 64, false, true, 0, "h200-linear.json", false, true},
     {LinearPath::kSmallM, 90, 90, 2, 64, true, true, 0, "h200-linear.json"},
     {LinearPath::kSmallM, 90, 90, 1, 1, true, true, 0, "h200-linear.json", true},
     // H200, 14336 x 4096, 4096 x 14336, 4096 x 4096: geometric means of each path at each of these M. Up to 16 tokens grad_x costs the row

@@ -95,6 +95,8 @@ INSTANTIATE_TEST_SUITE_P(
                       PathCase{"H200MoreTokensOfTheLargestWeight", problem(128, 28672, 8192), kH200, LinearPath::kSmallM},
                       PathCase{"H200SomeTokensOfASmallWeight", problem(64, 4096, 4096), kH200, LinearPath::kHopper},
                       PathCase{"H200SomeTokensOfTheSmallestWeight", problem(64, 1024, 4096), kH200, LinearPath::kSmallM},
+                      PathCase{"H200SomeTokensOfTheSmallestWeightGrad", problem(64, 1024, 4096, Direction::kGradInput), kH200,
+                               LinearPath::kHopper},
                       PathCase{"H200MoreTokensOfASmallWeight", problem(128, 4096, 4096), kH200, LinearPath::kHopper},
                       PathCase{"GeForceManyTokens", problem(8192, 14336, 4096), kRtx4090, LinearPath::kPortable},
                       PathCase{"A100ManyTokens", problem(8192, 14336, 4096), kA100, LinearPath::kDequant},
