@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # GPU tests from a build folder, in this order: every C++ test binary (one that was not built fails), 10,000 random multiplies, the Python
-# tests with the GPU, the gates, the portable kernels against float64. Left out: the command's tests, which have no GPU part and are `make
-# test`'s. Beside them the registers and spills of the kernels for this card, from the compiler. A table last: what ran, what did not and why.
+# tests with the GPU, the gates, the portable kernels against float64 and the weights that every kernel multiplies by. Left out: the command's
+# tests, which have no GPU part and are `make test`'s. Beside them the registers and spills of the kernels for this card, from the compiler. A
+# table last: what ran, what did not and why.
 # Usage: tools/gpu_test.sh PYTHON BUILD_DIR
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -52,7 +53,7 @@ stage python "$python" -m pytest -q --timeout=600 "${workers[@]}" tests/python "
 stage gates "$python" -m nybble.gate all --device cuda --only numerics,determinism,memory,equality,exact,race
 stage aliasing "$python" -m nybble.gate aliasing --device cuda --repeats 2
 if [ -e "$build/benchmarks/cuda/libportable_bench.so" ]; then
-  stage portable_check "$python" benchmarks/harness/portable_check.py "$build/benchmarks/cuda/libportable_bench.so" --seconds 15
+  stage portable_check "$python" benchmarks/harness/portable_check.py "$build/benchmarks/cuda/libportable_bench.so" --seconds 20
 else
   not_run portable_check "no libportable_bench.so in $build; cmake --build BUILD --target portable_bench"
 fi

@@ -1,10 +1,13 @@
-"""Whether the portable and row kernels are right on the GPU at hand.
+"""Whether the portable and row kernels, and on compute capability 9.0 its own, are right on the GPU at hand.
 
     python portable_check.py LIBRARY [--seconds S] [--json FILE] [--tiny]
 
-Random packed bytes and scales. Identity inputs must give back every weight bit for bit; random inputs must be as close
-to float64 as cuBLAS (ratio <= 1.05); outputs start as NaN between guard values; repeats must be bit-equal; a flipped
-bit of a code must be seen. --tiny: a few small cases, for compute-sanitizer. Exit status 1 when something is wrong.
+Random packed bytes and scales. Identity inputs must give back every weight bit for bit, from every kernel: portable,
+row, and of compute capability 9.0 each tile and schedule of the Hopper kernel, the small-M kernel of each size and its
+strips, in both directions; there a flipped bit of a code must be seen (identity_check.py). Of the portable and row
+kernels random inputs must be as close to float64 as cuBLAS (ratio <= 1.05) and repeats bit-equal. Outputs start as NaN
+between guard values. --seconds: no new group of cases after. --tiny: a few small cases of the portable and row kernels,
+for compute-sanitizer. Exit status 1 when something is wrong.
 """
 
 import argparse
@@ -13,6 +16,7 @@ import sys
 import time
 
 import torch
+from identity_check import check_group, groups_of
 from portable_kernels import GENERAL, PORTABLE, ROW, TILES, Kernels, Weight
 
 
@@ -65,35 +69,6 @@ def check_case(kernels, weight, m, direction, dtype, bias, options, gap=0):
     return ""
 
 
-def check_identity(kernels, weight, direction, dtype, options):
-    dense = weight.dense(dtype)
-    w = dense if direction else dense.t()
-    wrong = 0
-    tokens = 8 if options.get("path") == ROW else 512
-    for first in range(0, w.shape[0], tokens):
-        last = min(first + tokens, w.shape[0])
-        x = torch.eye(w.shape[0], dtype=dtype, device="cuda")[first:last].contiguous()
-        memory, out = poisoned(last - first, w.shape[1], dtype)
-        c = kernels.call(weight, x, out, direction, **options)
-        kernels.plan(c)
-        kernels.run(c)
-        wrong += int((out != w[first:last]).sum()) + (not guards_intact(memory))
-    return f"{wrong} of {w.numel()} weights wrong" if wrong else ""
-
-
-def flip_is_seen(kernels, weight, options):
-    """The control: after a flipped bit of one code, identity must fail."""
-    before = weight.dense(torch.bfloat16)
-    weight.packed[weight.packed.numel() // 3] ^= 0x40
-    position = 2 * (weight.packed.numel() // 3) % weight.k
-    x = torch.eye(weight.k, dtype=torch.bfloat16, device="cuda")[position : position + 1].contiguous()
-    out = torch.empty(1, weight.n, dtype=torch.bfloat16, device="cuda")
-    c = kernels.call(weight, x, out, 0, **options)
-    kernels.plan(c)
-    kernels.run(c)
-    return not torch.equal(out[0], before[:, position])
-
-
 def portable_options():
     return [dict(path=PORTABLE, variant=v, cut=cut) for v in TILES for cut in (0, 1)]
 
@@ -143,21 +118,23 @@ def check_tiny(kernels):
     return dict(cases=cases, failures=[str(f) for f in failures])
 
 
-def check(kernels, seconds):
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    start, cases, failures, skipped = time.time(), 0, [], 0
-    for options in (*portable_options(), dict(path=ROW)):
-        seen = flip_is_seen(kernels, Weight(136, 128), options)
-        if not seen:
-            failures.append((options, "a flipped bit was not seen"))
-        for direction in (0, 1):
-            for dtype in (torch.bfloat16, torch.float16):
-                cases += 1
-                wrong = check_identity(kernels, Weight(1032, 1088), direction, dtype, options)
-                if wrong:
-                    failures.append((options, direction, str(dtype), wrong))
+def check_identities(kernels, over):
+    """Every group, until over() says that the time is. As check() returns."""
+    cases, failures, skipped = 0, [], 0
+    for group in groups_of(kernels.sm):
+        if over():
+            skipped += 1
+            continue
+        checks, wrong = check_group(kernels, Weight(**group.weight), group)
+        cases += checks
+        failures += [(group.weight, *failure) for failure in wrong]
+    return dict(cases=cases, failures=failures, skipped=skipped)
+
+
+def check_random(kernels, over):
+    cases, failures, skipped = 0, [], 0
     for arguments, tokens, directions, dtype, bias, arms in check_cases():
-        if time.time() - start > seconds:
+        if over():
             skipped += 1
             continue
         for m in tokens:
@@ -169,10 +146,22 @@ def check(kernels, seconds):
                     wrong = check_case(kernels, weight, m, direction, dtype, bias, options, gap=m % 3 if odd else 0)
                     if wrong:
                         failures.append((arguments, m, direction, str(dtype), options, wrong))
-    for failure in failures[:20]:
-        print("WRONG", failure)
-    print(f"CHECK {cases} cases, {len(failures)} wrong, {skipped} groups skipped, {time.time() - start:.0f} s")
-    return dict(cases=cases, failures=[str(f) for f in failures], skipped=skipped)
+    return dict(cases=cases, failures=failures, skipped=skipped)
+
+
+def check(kernels, seconds):
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    start, parts = time.time(), {}
+    for name, part in (("identity", check_identities), ("random", check_random)):
+        begin = time.time()
+        parts[name] = result = part(kernels, lambda: time.time() - start > seconds)
+        for failure in result["failures"][:20]:
+            print("WRONG", name, failure)
+        counts = f"{result['cases']} cases, {len(result['failures'])} wrong, {result['skipped']} groups skipped"
+        print(f"CHECK {name}: {counts}, {time.time() - begin:.1f} s")
+    failures = [str(failure) for result in parts.values() for failure in result["failures"]]
+    totals = {count: sum(result[count] for result in parts.values()) for count in ("cases", "skipped")}
+    return dict(**totals, identities=parts["identity"]["cases"], failures=failures)
 
 
 def main():

@@ -27,28 +27,27 @@ class BenchCall(ctypes.Structure):
     )
 
 
-def bits_to_floats(words):
-    return torch.tensor([w - (1 << 32) if w >> 31 else w for w in words], dtype=torch.int32, device="cuda").view(
-        torch.float32
-    )
+def bits_to_floats(words, device="cuda"):
+    signed = [w - (1 << 32) if w >> 31 else w for w in words]
+    return torch.tensor(signed, dtype=torch.int32, device=device).view(torch.float32)
 
 
 class Weight:
     """Random 4-bit weight [n][k]; `shift` bytes off a 256-byte boundary."""
 
-    def __init__(self, n, k, block=64, nested=True, quant_type=0, shift=0):
+    def __init__(self, n, k, block=64, nested=True, quant_type=0, shift=0, device="cuda"):
         self.n, self.k, self.block, self.nested, self.quant_type = n, k, block, nested, quant_type
         count = (n * k + 1) // 2
-        self.memory = torch.randint(0, 256, (count + shift + 256,), dtype=torch.uint8, device="cuda")
+        self.memory = torch.randint(0, 256, (count + shift + 256,), dtype=torch.uint8, device=device)
         self.packed = self.memory[shift : shift + count]
         blocks = (n * k + block - 1) // block
         if nested:
-            self.codes = torch.randint(0, 256, (blocks,), dtype=torch.uint8, device="cuda")
-            self.nested_absmax = torch.rand((blocks + 255) // 256, device="cuda") * 0.02 + 0.01
-            self.nested_code = torch.sort(torch.rand(256, device="cuda") * 2 - 1).values
-            self.offset = torch.tensor(0.04, device="cuda")
+            self.codes = torch.randint(0, 256, (blocks,), dtype=torch.uint8, device=device)
+            self.nested_absmax = torch.rand((blocks + 255) // 256, device=device) * 0.02 + 0.01
+            self.nested_code = torch.sort(torch.rand(256, device=device) * 2 - 1).values
+            self.offset = torch.tensor(0.04, device=device)
         else:
-            self.absmax = torch.rand(blocks, device="cuda") * 0.05 + 0.01
+            self.absmax = torch.rand(blocks, device=device) * 0.05 + 0.01
 
     def scales(self):
         if not self.nested:
@@ -60,7 +59,7 @@ class Weight:
     def dense(self, dtype):
         """The weights as dequantize_4bit gives them: fp32 product, one rounding."""
         codes = torch.stack((self.packed >> 4, self.packed & 15), 1).flatten()[: self.n * self.k]
-        values = bits_to_floats(FP4 if self.quant_type else NF4)[codes.long()]
+        values = bits_to_floats(FP4 if self.quant_type else NF4, self.packed.device)[codes.long()]
         scales = self.scales().repeat_interleave(self.block)[: self.n * self.k]
         return (values * scales).to(dtype).view(self.n, self.k)
 
