@@ -1,11 +1,15 @@
-"""What only a GPU can show: streams, graphs, memory and devices."""
+"""What only a GPU can show: streams, threads, graphs, memory and devices."""
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import nybble
 from nybble.gate.dispatch import plan_of
-from nybble.gate.multiply import FORWARD, GRAD_INPUT, multiply, random_operand, random_weight
+from nybble.gate.multiply import FORWARD, GRAD_INPUT, moved, multiply, random_operand, random_weight
 
 from .conftest import has_gpu
 from .reference import dequantised, quantised, relative_error
@@ -167,7 +171,8 @@ def test_batch_invariant_rows_have_the_same_bits_whatever_tile_their_number_take
     for m in counts:
         assert torch.equal(bits(multiply(direction, operand[:m], weight, batch_invariant=True)), bits(rows[:m])), m
     cut = multiply(direction, operand[:64], weight)  # the control: a plan that cuts the sums
-    assert not torch.equal(bits(cut), bits(rows[:64])) or "batch invariant" in plan_of(weight, 64, direction, dtype=dtype).text
+    invariant = plan_of(weight, 64, direction, dtype=dtype).batch_invariant
+    assert invariant or not torch.equal(bits(cut), bits(rows[:64]))
 
 
 def test_tensors_on_another_device_run_there_and_leave_the_current_device_alone():
@@ -184,3 +189,62 @@ def test_tensors_on_another_device_run_there_and_leave_the_current_device_alone(
             assert torch.cuda.current_device() == 0 and y.device == device
         results.append(y.cpu())
     assert torch.equal(*results)
+
+
+class Worker:
+    """Multiplies of weights of its own on one device, and what each gave while nothing else ran."""
+
+    SHAPES = ((4096, 4096, (1, 16, 64, 300)), (1032, 1088, (4, 16, 300)))  # every fused path of compute capability 9.0
+    ROUNDS = 40
+
+    def __init__(self, index, seed):
+        self.device, self.order, self.cases = torch.device("cuda", index), random.Random(seed), []
+        for n, k, tokens in self.SHAPES:
+            weight = random_weight(n, k, self.device, seed)
+            for m in tokens:
+                for direction in (FORWARD, GRAD_INPUT):
+                    operand = random_operand(m, weight.columns(direction)[0], self.device, seed)
+                    alone = multiply(direction, operand, weight, mode="fused")
+                    torch.cuda.synchronize(self.device)
+                    self.cases.append((direction, operand, weight, alone))
+
+    def differences(self, together):
+        """Elements whose bits are others while the other workers run."""
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream(self.device)):
+            count = torch.zeros((), dtype=torch.int64, device=self.device)
+            together.wait()
+            torch.cuda._sleep(50_000_000)  # tens of milliseconds: launches queue up, then run on both streams at once
+            for _ in range(self.ROUNDS):
+                for direction, operand, weight, alone in self.order.sample(self.cases, len(self.cases)):
+                    found = multiply(direction, operand, weight, mode="fused")
+                    count += (bits(found) != bits(alone)).sum()
+            return int(count)
+
+
+def side_by_side(workers):
+    """What each worker's differences() returns, a thread each."""
+    together = threading.Barrier(len(workers), timeout=60)
+    with ThreadPoolExecutor(len(workers)) as pool:
+        return [done.result() for done in [pool.submit(worker.differences, together) for worker in workers]]
+
+
+@pytest.mark.parametrize("devices", [(0, 0), (0, 1), (0, 1, 0, 1)], ids=str)
+def test_multiplies_on_streams_and_devices_side_by_side_have_the_bits_of_each_alone(devices):
+    if max(devices) >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    workers = [Worker(index, seed) for seed, index in enumerate(devices)]
+    before = nybble.path_counters()
+    assert side_by_side(workers) == [0] * len(workers)
+    ran = moved(before, nybble.path_counters())
+    launches = sum(len(worker.cases) * worker.ROUNDS for worker in workers)
+    assert sum(ran.values()) == launches and not any(name.startswith("dequant") for name in ran)
+    if "H200" in torch.cuda.get_device_name():
+        assert {name.partition(".")[0] for name in ran} == {"hopper", "small_m", "row", "portable"}
+
+
+def test_a_weight_that_changes_is_seen_by_its_own_worker_only():
+    workers = [Worker(0, seed) for seed in range(2)]
+    workers[1].cases[0][2].packed.view(-1)[5] ^= 0x40
+    torch.cuda.synchronize()
+    same, other = side_by_side(workers)
+    assert same == 0 and other > 0
