@@ -5,9 +5,11 @@ from torch.utils.checkpoint import checkpoint
 
 import nybble
 from nybble import _ops
+from nybble.gate.multiply import moved, random_operand, random_weight
 from nybble.quant_state import nested_table, weight_args
 from nybble.testing.weights import Weight
 
+from .conftest import has_gpu
 from .reference import DTYPES, quantised
 from .slots import new_uid, slot_of
 
@@ -155,6 +157,42 @@ def test_compiled_checkpointed_layers_with_distinct_uids_share_graphs_and_equal_
     assert len(found) == len(expected) > 2
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
+    torch._dynamo.reset()
+
+
+def run_chain(model, x, grad_y):
+    """y and grad_x of one step, and the launches of each path."""
+    x = x.clone().requires_grad_()
+    before = nybble.path_counters()
+    y = model(x)
+    y.backward(grad_y)
+    return (y.detach(), x.grad), moved(before, nybble.path_counters())
+
+
+@pytest.mark.skipif(not has_gpu(), reason="no GPU, or nybble was built without CUDA")
+@pytest.mark.parametrize(("m", "path"), [(64, "small_m"), (128, "hopper")])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_compiled_fused_multiplies_have_the_bits_of_eager_ones(dtype, backend, m, path):
+    device, n = torch.device("cuda"), 1024
+    first, second = (random_weight(n, n, device, seed, dtype) for seed in range(2))
+    bias, x, grad_y = (random_operand(rows, n, device, seed, dtype) for rows, seed in ((1, 2), (m, 3), (m, 4)))
+
+    def chain(x):
+        return nybble.linear(nybble.linear(x, first.packed, first.state, bias[0]), second.packed, second.state)
+
+    expected, launches = run_chain(chain, x, grad_y)
+    torch._dynamo.reset()
+    compiled = torch.compile(chain, fullgraph=True, backend=backend)
+    for _ in range(2):  # compiling, then compiled
+        found, compiled_launches = run_chain(compiled, x, grad_y)
+        assert compiled_launches == launches
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert launches == {f"{path}.forward": 2, f"{path}.grad_input": 2}
+    first.packed.view(-1)[7] ^= 0x40  # the control
+    found, _ = run_chain(compiled, x, grad_y)
+    assert not any(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     torch._dynamo.reset()
 
 
