@@ -1,21 +1,25 @@
-"""What the portable and row kernels cost on the GPU at hand.
+"""What the portable and row kernels cost on the GPU at hand, and whether that is within the H200's targets.
 
     python portable_time.py LIBRARY [--seconds S] [--json FILE]
+    python portable_time.py --judge RECORD.json                    the verdict on a record, without a GPU
 
 Every arm in the same run: cuBLAS on the dequantised weight, bitsandbytes (its own dispatch; dequantize_4bit + matmul
-for grad_x) where it can be imported, `auto` (the plan's choice), p<tile> (portable, c: cut reductions), d<tile> (its
+for grad_x) where it can be imported, `auto` (what the path plans), p<tile> (portable, c: cut reductions), d<tile> (its
 dense skeleton), x5 (every mma issued five times: slower tensor cores). Weights rotate over three times the L2 cache,
 CUDA graph replays, arms shuffled in every round, median of 9. Columns: microseconds (ratio to cuBLAS).
+Exit 1: a target of portable_targets.py is missed or was not measured; 3: not an H200, no targets.
 """
 
 import argparse
 import json
+import pathlib
 import random
 import statistics
 import subprocess
 import sys
 import time
 
+import portable_targets as targets
 import torch
 from portable_kernels import AUTO, DENSE, NF4, PORTABLE, TILES, Kernels, Weight, bits_to_floats
 
@@ -67,7 +71,7 @@ def replay_us(graph, count):
 
 
 def arms_for(m):
-    """Name -> options of Kernels.call."""
+    """Name -> options of Kernels.call. auto, autox5: variant and cut as the path plans them."""
     arms = {"auto": dict(path=AUTO)}
     variants = (3,) if m <= 16 else (3, 2) if m <= 64 else (2, 1) if m <= 128 else (1, 0) if m <= 256 else (0,)
     for v in variants:
@@ -77,9 +81,10 @@ def arms_for(m):
         arms["d128c"] = dict(path=DENSE, variant=1, cut=1)
     if m >= 256:
         arms["d256"], arms["d256c"] = dict(path=DENSE, variant=0, cut=0), dict(path=DENSE, variant=0, cut=1)
-    if m in (512, 2048):
-        arms["p256x5"] = dict(path=PORTABLE, variant=0, cut=0, repeat=5)
+    if m in targets.LARGE_TOKENS:
+        arms["autox5"] = dict(path=PORTABLE, repeat=5)
         arms["d256x5"] = dict(path=DENSE, variant=0, cut=0, repeat=5)
+        arms["d256cx5"] = dict(path=DENSE, variant=0, cut=1, repeat=5)
     return arms
 
 
@@ -127,28 +132,38 @@ class Shape:
             for c in calls[1:]:
                 kernels.plan(c)
             bodies[name] = lambda i, calls=calls: kernels.run(calls[i % len(calls)])
-        bodies["keep"] = (x, out)  # alive as long as the graphs
-        return bodies, plans
+        return bodies, plans, (x, out)
+
+
+def error_of(bodies, out):
+    """Norm of the difference between auto and cuBLAS on the first weight / norm."""
+    bodies["cublas"](0)
+    dense = out.clone()
+    out.fill_(float("nan"))
+    bodies["auto"](0)
+    return (torch.dist(out, dense) / dense.norm()).item()
 
 
 def time_cell(kernels, shape, m, direction, rounds):
-    bodies, plans = shape.bodies(kernels, m, direction)
-    keep = bodies.pop("keep")
+    bodies, plans, operands = shape.bodies(kernels, m, direction)  # operands: alive as long as the graphs
+    error = error_of(bodies, operands[1])
     flops = 2 * m * shape.n * shape.k
-    count = max(len(shape.weights), min(36, int(2e3 / (flops / 4e8 + 10))))
+    copies = len(shape.weights)
+    count = max(copies, min(36, int(2e3 / (flops / 4e8 + 10))))
     graphs, times = {}, {}
     for name, body in bodies.items():
-        n = max(4, count // 3) if name.endswith("x5") or flops > 2e11 else count
+        n = max(4, copies) if name.endswith("x5") or flops > 2e11 else count
         graphs[name] = (capture(body, n), n)
     for _ in range(rounds):
         order = list(graphs)
         random.shuffle(order)
         for name in order:
             times.setdefault(name, []).append(replay_us(*graphs[name]))
-    del keep
+    del operands
     medians = {name: statistics.median(t) for name, t in times.items()}
     spread = {name: (max(t) - min(t)) / medians[name] for name, t in times.items()}
-    return dict(n=shape.n, k=shape.k, m=m, direction=direction, us=medians, spread=spread, plans=plans)
+    cell = dict(n=shape.n, k=shape.k, m=m, direction=direction, error=error)
+    return cell | dict(us=medians, spread=spread, plans=plans)
 
 
 def line(cell):
@@ -165,62 +180,67 @@ def clock():
 def time_all(kernels, seconds, rounds=9):
     start, cells, skipped, clocks = time.time(), [], [], {}
     bnb, functional = import_bitsandbytes()
-    shapes = ((14336, 4096), (4096, 14336), (4096, 4096))
-    tokens = (1, 16, 128, 512, 8, 64, 256, 2048, 4)
-    for n, k in shapes:
+    for n, k in targets.SHAPES:
         shape = Shape(n, k, bnb, functional)
-        share = seconds * (shapes.index((n, k)) + 1) / len(shapes)
-        for m in tokens:
-            for direction in (0, 1):
-                if time.time() - start > share:
-                    skipped.append((n, k, m, direction))
-                    continue
-                cells.append(time_cell(kernels, shape, m, direction, rounds))
-                print(line(cells[-1]), flush=True)
-            clocks[f"{n}x{k} M{m}"] = clock()
+        for _, _, m, direction in (cell for cell in targets.wanted() if cell[:2] == (n, k)):
+            if time.time() - start > seconds:
+                skipped.append((n, k, m, direction))
+                continue
+            cells.append(time_cell(kernels, shape, m, direction, rounds))
+            print(line(cells[-1]), flush=True)
+            if direction:
+                clocks[f"{n}x{k} M{m}"] = clock()
         del shape
         torch.cuda.empty_cache()
     summarise(cells)
-    print(f"TIME {len(cells)} cells, skipped {skipped}, clock and power {clock()}, {time.time() - start:.0f} s")
-    return dict(cells=cells, skipped=skipped, clocks=clocks)
-
-
-def geometric_mean(values):
-    return statistics.geometric_mean(values) if values else float("nan")
+    took = time.time() - start
+    print(f"TIME {len(cells)} cells, skipped {skipped}, clock and power {clock()}, {took:.0f} s")
+    return dict(cells=cells, skipped=skipped, clocks=clocks, seconds=took)
 
 
 def summarise(cells):
-    """What the targets ask: against bitsandbytes, against the dense skeleton, and with slow tensor cores."""
-    print("shape M dir | auto us /cublas /bnb spread | best arm us")
+    print("shape M dir | auto us /cublas /bnb /skeleton spread | best arm us")
     for c in sorted(cells, key=lambda c: (c["n"], c["k"], c["m"], c["direction"])):
         us = c["us"]
         own = {name: t for name, t in us.items() if name[0] in "ap" and "x5" not in name}
         best = min(own, key=own.get)
-        bnb = us["auto"] / us["bnb"] if "bnb" in us else float("nan")
-        where = f"{c['n']}x{c['k']} {c['m']} {'gx' if c['direction'] else 'y'}"
-        ratio = us["auto"] / us["cublas"]
-        print(f"{where} | {us['auto']:.1f} {ratio:.2f} {bnb:.2f} {c['spread']['auto']:.0%} | {best} {us[best]:.1f}")
-    large = [c["us"] for c in cells if c["m"] >= 512]
-    skeleton = [min(us["p256"], us["p256c"]) / min(us["d256"], us["d256c"]) for us in large]
-    slow = [us["p256x5"] / us["d256x5"] for us in large if "p256x5" in us]
-    print(f"fused / own dense skeleton at M >= 512: {geometric_mean(skeleton):.3f} (goal 1.20)")
-    print(f"the same with every mma issued 5 times: {geometric_mean(slow):.3f} (goal 1.05)")
+        others = (("cublas",), ("bnb",), ("d256", "d256c"))
+        ratios = [targets.ratio(c, "auto", names) for names in others]
+        text = " ".join("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+        where = targets.where(c)
+        print(f"{where} | {us['auto']:.1f} {text} {c['spread']['auto']:.0%} | {best} {us[best]:.1f}")
+
+
+def judge(record):
+    """Puts the verdict into the record and prints it; the exit code."""
+    record["verdict"] = targets.verdict(record)
+    print("\n".join(targets.lines(record["verdict"])))
+    if "H200" not in record["device"]:
+        print(f"no verdict: the targets are the H200's, this is {record['device']}")
+        return 3
+    return 1 if record["verdict"]["missed"] else 0
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("library")
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--json")
+    parser.add_argument("library", nargs="?")
+    parser.add_argument("--seconds", type=float, default=90, help="cells that do not fit are listed as skipped")
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--judge", type=pathlib.Path, metavar="RECORD", help="judge a record, measure nothing")
     arguments = parser.parse_args()
+    if arguments.judge:
+        return judge(json.loads(arguments.judge.read_text()))
+    if not arguments.library:
+        parser.error("LIBRARY or --judge RECORD is needed")
     torch.manual_seed(int(time.time()))
     kernels = Kernels(arguments.library)
     print(torch.cuda.get_device_name(), "sm", kernels.sm, "SMs", kernels.sms, "torch", torch.__version__)
-    result = time_all(kernels, arguments.seconds)
+    record = dict(device=torch.cuda.get_device_name(), torch=torch.__version__)
+    record["result"] = time_all(kernels, arguments.seconds)
+    code = judge(record)
     if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(dict(device=torch.cuda.get_device_name(), torch=torch.__version__, result=result), file)
-    return 1 if result.get("failures") else 0
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    return code
 
 
 if __name__ == "__main__":
