@@ -1,5 +1,5 @@
 // A library for benchmarks/harness (portable_time.py, portable_check.py, hopper_plans.py): kernels with the plan chosen by the caller, the
-// portable kernel's dense skeleton, and its emulation of slower tensor cores. Not part of the product.
+// portable kernel's dense skeleton, its emulation of slower tensor cores, and the dequantisation alone. Not part of the product.
 #include <cstring>
 #include <string>
 
@@ -9,13 +9,22 @@
 #include "linear/row.h"
 #include "linear/sm90.h"
 #include "linear/small_m.h"
+#include "nybble/cuda.h"
 #include "portable_yardstick.cuh"
 
 using namespace nybble;
 
 extern "C" {
 
-enum BenchPath : int { kBenchAuto = 0, kBenchPortable = 1, kBenchRow = 2, kBenchDense = 3, kBenchHopper = 4, kBenchSmallM = 5 };
+enum BenchPath : int {
+  kBenchAuto = 0,
+  kBenchPortable = 1,
+  kBenchRow = 2,
+  kBenchDense = 3,
+  kBenchHopper = 4,
+  kBenchSmallM = 5,
+  kBenchDequantize = 6,  // out: W[n][k]; needs no bench_plan
+};
 
 struct BenchCall {
   int path, variant, cut, repeat;  // variant: of the path, -1: as planned; kBenchSmallM: strips, or as planned for tiles; cut of
@@ -113,6 +122,9 @@ void run_yardstick(const BenchCall& c, const LinearPlan& plan, const portable::P
 }
 
 void run(BenchCall& c) {
+  if (c.path == kBenchDequantize) {
+    return dequantize_4bit_cuda(args_of(c).weight, static_cast<DType>(c.dtype), 0, c.n * c.k, c.out, c.stream);
+  }
   const LinearProblem problem = problem_of(c);
   const LinearPlan plan = plan_of(c, problem);
   const LinearArgs args = args_of(c);

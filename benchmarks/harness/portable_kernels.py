@@ -7,7 +7,7 @@ import torch
 INT, LONG, POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 NAMES = "path variant cut repeat direction dtype quant_type block_size sm sm_count"
 POINTERS = "x packed absmax codes nested_absmax nested_code offset bias out workspace stream"
-AUTO, PORTABLE, ROW, DENSE, HOPPER, SMALL_M = range(6)
+AUTO, PORTABLE, ROW, DENSE, HOPPER, SMALL_M, DEQUANTIZE = range(7)  # DEQUANTIZE: out is W[n][k], no plan
 TILES = {0: "256", 1: "128", 2: "64", 3: "16"}  # portable variants
 GENERAL = 4
 NF4 = [0xBF800000, 0xBF3239B1, 0xBF066B30, 0xBECA32A0, 0xBE91A24D, 0xBE3D353F, 0xBDBA7871, 0x00000000]

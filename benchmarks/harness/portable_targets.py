@@ -7,6 +7,8 @@ faster of the dense skeleton's two ways to share out the same tiles.
 
 import statistics
 
+import portable_model as model
+
 SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096), (27648, 5120))
 LARGE_TOKENS = (512, 1024, 2048)
 SMALL_TOKENS = (1, 4, 8, 16, 64, 128, 256)
@@ -16,6 +18,7 @@ MEANS = {  # name -> arm, skeletons, most that the geometric mean of arm / faste
     "fused / own dense skeleton": ("auto", ("d256", "d256c"), 1.20),
     "the same, every mma issued five times": ("autox5", ("d256x5", "d256cx5"), 1.05),
 }
+SEPARATE = ("s256x5", "s256cx5")  # dequantise + dense skeleton, every mma issued five times
 ERROR_MOST = 0.01  # norm of the difference to cuBLAS / norm
 
 
@@ -54,6 +57,16 @@ def means(cells):
     return result
 
 
+def model_checks(cells):
+    """What the model predicts for autox5 / (dequantise + dense) beside what was measured, a row a cell."""
+
+    def share(cell):
+        return ratio(cell, "dq", MEANS["the same, every mma issued five times"][1])
+
+    large = [cell for cell in cells if cell["m"] in LARGE_TOKENS]
+    return model.checks(large, lambda cell: ratio(cell, "autox5", SEPARATE), share)
+
+
 def small_misses(cell):
     """Against bitsandbytes, up to 256 tokens."""
     value = ratio(cell, "auto", ("bnb",))
@@ -73,9 +86,10 @@ def cell_misses(cell):
         texts.append(f"{where(cell)}: result differs from dense by {error:.2e} (norm)")
     if cell["m"] in SMALL_TOKENS:
         return texts + small_misses(cell)
-    for name, (arm, skeletons, _) in MEANS.items():
-        if cell["m"] in LARGE_TOKENS and ratio(cell, arm, skeletons) is None:
-            texts.append(f"{where(cell)}: {name} not measured")
+    needed = {name: ratio(cell, arm, skeletons) for name, (arm, skeletons, _) in MEANS.items()}
+    needed["fused / (dequantise + dense), every mma issued five times"] = ratio(cell, "autox5", SEPARATE)
+    if cell["m"] in LARGE_TOKENS:
+        texts += [f"{where(cell)}: {name} not measured" for name, value in needed.items() if value is None]
     return texts
 
 
@@ -97,13 +111,36 @@ def misses(cells):
     for n, k, m, direction in wanted():
         if (n, k, m, direction) not in measured:
             texts.append(f"{where(dict(n=n, k=k, m=m, direction=direction))}: not measured")
+    for row in model_checks(cells):
+        if not row["within"]:
+            text = f"{row['measured']:.4f} measured, the model predicts {row['predicted']:.4f}, {row['off']:+.1%}"
+            texts.append(f"{where(row)}: {text}, at most {model.MOST_OFF:.0%} off")
     return texts + [text for cell in cells for text in cell_misses(cell)]
 
 
 def verdict(record):
     """What goes into the record beside its cells."""
     cells = record["result"]["cells"]
-    return dict(means=means(cells), missed=misses(cells))
+    return dict(means=means(cells), model=model_checks(cells), missed=misses(cells))
+
+
+def model_lines(rows):
+    if not rows:
+        return []
+    texts = ["fused / (dequantise + dense), every mma issued five times: the model, then measured"]
+    for row in rows:
+        texts.append(
+            f"  {where(row)}: predicted {row['predicted']:.4f}, measured {row['measured']:.4f}, {row['off']:+.1%}, "
+            + ("within" if row["within"] else "NOT within")
+            + f" {model.MOST_OFF:.0%} (dequantise / dense: predicted {row['share_predicted']:.3f}"
+            + (")" if row["share_measured"] is None else f", measured {row['share_measured']:.3f})")
+        )
+    worst = max(rows, key=lambda row: abs(row["off"]))
+    inside = sum(row["within"] for row in rows)
+    texts.append(
+        f"the model: {inside} of {len(rows)} cells within {model.MOST_OFF:.0%}, the farthest {worst['off']:+.1%}"
+    )
+    return texts
 
 
 def lines(verdict):
@@ -117,5 +154,6 @@ def lines(verdict):
             f"{name}, M >= 512: {values['both']:.4f} (at most {values['most']:.2f}; {sides}), "
             f"geometric mean of {values['cells']} cells"
         )
+    texts += model_lines(verdict["model"])
     texts.append(f"{len(verdict['missed'])} targets missed or not measured")
     return texts + [f"  {text}" for text in verdict["missed"]]

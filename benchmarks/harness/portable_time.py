@@ -5,8 +5,10 @@
 
 Every arm in the same run: cuBLAS on the dequantised weight, bitsandbytes (its own dispatch; dequantize_4bit + matmul
 for grad_x) where it can be imported, `auto` (what the path plans), p<tile> (portable, c: cut reductions), d<tile> (its
-dense skeleton), x5 (every mma issued five times: slower tensor cores). Weights rotate over three times the L2 cache,
-CUDA graph replays, arms shuffled in every round, median of 9. Columns: microseconds (ratio to cuBLAS).
+dense skeleton), dq (dequantise into one scratch matrix), s<tile> (dq, then the skeleton on it), x5 (every mma issued
+five times: slower tensor cores). Weights rotate over three times the L2 cache, CUDA graph replays, arms shuffled in
+every round, median of 9. Columns: microseconds (ratio to cuBLAS). autox5 / the faster s<tile>x5 is what
+portable_model.py predicts.
 Exit 1: a target of portable_targets.py is missed or was not measured; 3: not an H200, no targets.
 """
 
@@ -21,7 +23,7 @@ import time
 
 import portable_targets as targets
 import torch
-from portable_kernels import AUTO, DENSE, NF4, PORTABLE, TILES, Kernels, Weight, bits_to_floats
+from portable_kernels import AUTO, DENSE, DEQUANTIZE, NF4, PORTABLE, TILES, Kernels, Weight, bits_to_floats
 
 
 def import_bitsandbytes():
@@ -98,6 +100,7 @@ class Shape:
         self.dense = [w.dense(torch.bfloat16) for w in self.weights[: max(2, l2 // (n * k * 2) + 1)]]
         self.states = [bitsandbytes_state(functional, w) for w in self.weights] if functional else None
         self.flat = [w.packed.view(-1, 1) for w in self.weights]
+        self.scratch = torch.full((n, k), float("nan"), dtype=torch.bfloat16, device="cuda")
         if functional:
             same = torch.equal(functional.dequantize_4bit(self.flat[0], self.states[0]), self.dense[0])
             print(f"N{n} K{k}: dequantize_4bit equals the reference: {same}")
@@ -132,7 +135,28 @@ class Shape:
             for c in calls[1:]:
                 kernels.plan(c)
             bodies[name] = lambda i, calls=calls: kernels.run(calls[i % len(calls)])
+        if m in targets.LARGE_TOKENS:
+            bodies |= self.separate_bodies(kernels, x, out, direction)
         return bodies, plans, (x, out)
+
+    def separate_bodies(self, kernels, x, out, direction):
+        """Dequantise, alone and before the slowed skeleton: one scratch matrix, as an allocator hands it out again."""
+        makes = [kernels.call(w, x, self.scratch, direction, path=DEQUANTIZE) for w in self.weights]
+        bodies = {"dq": lambda i: kernels.run(makes[i % len(makes)])}
+        bodies["dq"](0)
+        if not torch.equal(self.scratch, self.dense[0]):
+            raise RuntimeError(f"N{self.n} K{self.k}: the dequantised weight is not the reference's")
+        for name, cut in (("s256x5", 0), ("s256cx5", 1)):
+            options = dict(path=DENSE, variant=0, cut=cut, repeat=5)
+            multiply = kernels.call(self.weights[0], x, out, direction, dense=self.scratch, **options)
+            kernels.plan(multiply)
+
+            def body(i, multiply=multiply):
+                bodies["dq"](i)
+                kernels.run(multiply)
+
+            bodies[name] = body
+        return bodies
 
 
 def error_of(bodies, out):
