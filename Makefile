@@ -13,6 +13,7 @@ ifdef NYBBLE_PYTHON
   SETUP := true
   BUILD := tools/check_offline.sh "$(PYTHON)" "$(NYBBLE_BUILD_DIR)"
   DEMO_SETUP := true
+  BENCH_BUILD := true
 else
   PYTHON := .venv/bin/python
   PYTEST_WORKERS ?= -n $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
@@ -22,6 +23,9 @@ else
   BUILD := cmake -S . -B $(NYBBLE_BUILD_DIR) -G Ninja -DNYBBLE_PYTHON=$(PYTHON) -DNYBBLE_TORCH=ON -DNYBBLE_CUDA=$(CUDA) \
            -DNYBBLE_CUDA_TARGETS="$(CUDA_TARGETS)" > build/configure.log 2>&1 || { cat build/configure.log; exit 1; }; \
            grep '^-- Nybble' build/configure.log; cmake --build $(NYBBLE_BUILD_DIR) -j $(JOBS)
+  # No part of the default build; there is no such target without CUDA.
+  BENCH_BUILD := ! cmake --build $(NYBBLE_BUILD_DIR) --target help | grep -q '^portable_bench:' || \
+                 cmake --build $(NYBBLE_BUILD_DIR) --target portable_bench -j $(JOBS)
 endif
 
 RUN := PYTHONPATH=python$${PYTHONPATH:+:$$PYTHONPATH} NYBBLE_BUILD_DIR=$(abspath $(NYBBLE_BUILD_DIR)) HF_HUB_OFFLINE=1 $(PYTHON)
@@ -51,6 +55,7 @@ format: setup
 	@tools/lint.sh $(PYTHON) --fix
 
 bench: build
+	@$(BENCH_BUILD)
 	$(RUN) benchmarks/harness/run_all.py
 
 gpu-test: build

@@ -41,13 +41,16 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Harness:
-    """command: arguments after the interpreter, or of a program when program is set. unfit: why not here, "" to run."""
+    """seconds: it is ended after. command: arguments after the interpreter, or of a program when program is set. unfit:
+    why not here, "" to run. expected: seconds it takes on an H200's host, about.
+    """
 
     name: str
     seconds: int
     command: Callable[[Machine, pathlib.Path], list[str]]
     unfit: Callable[[Machine], str]
     program: bool = False
+    expected: int = 0
 
 
 def needs_gpu(machine: Machine) -> str:
@@ -78,7 +81,7 @@ def script(name: str, *arguments: str) -> list[str]:
 
 
 HARNESSES = (
-    Harness("visit-cost", 60, lambda m, out: script("visit_cost.py", "--rounds", "5"), lambda m: ""),
+    Harness("visit-cost", 90, lambda m, out: script("visit_cost.py", "--rounds", "5"), lambda m: "", expected=40),
     Harness(
         "codec",
         60,
@@ -88,36 +91,44 @@ HARNESSES = (
             or ("" if (m.build / "tests/cpp/format/format_cuda_bench").exists() else "format_cuda_bench is not built")
         ),
         program=True,
+        expected=10,
     ),
     Harness(
         "h200-linear",
         150,
         lambda m, out: script("h200_linear.py", "--out", str(out), "--budget", "90", "--must"),
         needs_h200,
+        expected=60,
     ),
     Harness(
         "linear-bench",
         120,
         lambda m, out: ["-m", "nybble.bench", "linear", "--seconds", "60", "--json", str(out / "linear-bench.json")],
         lambda m: "h200-linear measures more" if needs_h200(m) == "" else "",
+        expected=70,
     ),
     Harness(
         "portable-time",
-        90,
-        lambda m, out: script("portable_time.py", str(portable_library(m)), "--seconds", "40"),
+        150,
+        lambda m, out: script(
+            "portable_time.py", str(portable_library(m)), "--seconds", "90", "--json", str(out / "h200-portable.json")
+        ),
         needs_portable,
+        expected=70,
     ),
     Harness(
         "resident-step",
         150,
         lambda m, out: script("h200_resident_step.py", "--out", str(out), "--budget", "60"),
         lambda m: needs_h200(m).split(";")[0] or m.lacks("transformers", "peft", "bitsandbytes"),
+        expected=80,
     ),
     Harness(
         "cpu-linear",
         150,
         lambda m, out: script("cpu_linear.py", "--shapes", "4096x4096", "--rows", "1,32", "--grad-rows", "1"),
         lambda m: m.lacks("bitsandbytes"),
+        expected=35,
     ),
 )
 
@@ -192,19 +203,23 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"no harness {', '.join(sorted(wanted - names))}; there are {', '.join(sorted(names))}")
     machine = this_machine()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    start, outcomes, left_out = time.time(), [], []
+    start, outcomes, left_out, expected = time.time(), [], [], 0
     for harness in HARNESSES:
         if harness.name not in wanted:
             continue
         why = harness.unfit(machine)
         if not why and time.time() - start > arguments.seconds:
             why = f"no time left of {arguments.seconds:.0f} s"
+        expected += 0 if why else harness.expected
         if why or arguments.list:
-            left_out.append((harness.name, why or "would run"))
+            left_out.append(
+                (harness.name, why or f"would run, about {harness.expected} s, at most {harness.seconds} s")
+            )
         else:
             outcomes.append(run(harness, machine, arguments.out))
     print(f"\n{machine.gpu or 'no GPU'}, logs in {arguments.out}")
     print(table(outcomes, left_out))
+    print(f"about {expected} s were expected" if outcomes else f"about {expected} s in all")
     return 0 if arguments.list else exit_code(outcomes)
 
 

@@ -41,6 +41,27 @@ def test_what_is_not_built_is_named_with_the_command(tmp_path):
     assert run_all.needs_portable(machine("NVIDIA H200", build=tmp_path)) == ""
 
 
+def test_everything_that_fits_an_h200_takes_a_few_minutes(tmp_path):
+    for name in ("tests/cpp/format/format_cuda_bench", "benchmarks/cuda/libportable_bench.so"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    h200 = machine("NVIDIA H200", build=tmp_path, modules=("bitsandbytes", "transformers", "peft"))
+    fitting = [harness for harness in run_all.HARNESSES if not harness.unfit(h200)]
+    names = {"visit-cost", "codec", "h200-linear", "portable-time", "resident-step", "cpu-linear"}
+    assert {harness.name for harness in fitting} == names
+    assert all(0 < harness.expected < harness.seconds for harness in fitting)
+    assert sum(harness.expected for harness in fitting) < 400
+    latest_start = sum(harness.seconds for harness in fitting[:-1])
+    assert latest_start < 900  # the default of --seconds: whatever the others take, the last one starts
+
+
+def test_a_list_says_what_would_run_and_how_long(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_all, "this_machine", lambda: machine())
+    assert run_all.main(["--list", "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "would run, about 40 s, at most 90 s" in text and "no GPU here" in text and "about 145 s in all" in text
+
+
 @pytest.mark.parametrize(
     ("codes", "expected"),
     [([0, 0], 0), ([0, 1], 1), ([3, 1], 1), ([0, 3], 3), ([0, 124], 3), ([0, -11], 1), ([2], 1), ([], 3)],
