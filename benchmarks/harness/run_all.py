@@ -76,6 +76,12 @@ def needs_portable(machine: Machine) -> str:
     return needs_gpu(machine) or missing
 
 
+def other_paths(machine: Machine) -> list[str]:
+    """Where the library is built: an argument for h200_linear.py."""
+    library = portable_library(machine)
+    return ["--library", str(library)] if library.exists() else []
+
+
 def script(name: str, *arguments: str) -> list[str]:
     return [str(HERE / name), *arguments]
 
@@ -95,10 +101,10 @@ HARNESSES = (
     ),
     Harness(
         "h200-linear",
-        150,
-        lambda m, out: script("h200_linear.py", "--out", str(out), "--budget", "90", "--must"),
+        200,
+        lambda m, out: script("h200_linear.py", "--out", str(out), "--budget", "170", "--must", *other_paths(m)),
         needs_h200,
-        expected=60,
+        expected=100,
     ),
     Harness(
         "linear-bench",
