@@ -125,14 +125,16 @@ def number(text):
 
 
 def read_report(text):
-    """The kernels of a report in raw CSV: dicts of numbers by metric; "kernel": its name; TIME in microseconds."""
-    start = text.find('"ID"')
-    if start < 0:
-        return []
-    header, units, *rows = csv.reader(io.StringIO(text[start:]))
-    found = []
+    """The kernels of a report in raw CSV: dicts of numbers by metric; "kernel": its name; TIME in microseconds.
+
+    Kernels with other metrics than those before them come in a table of their own, with its own header.
+    """
+    found, header = [], []
+    rows = csv.reader(io.StringIO(text))
     for row in rows:
-        if len(row) != len(header):
+        if row[:1] == ["ID"]:
+            header, units = row, next(rows, [])
+        if len(row) != len(header) or row is header:
             continue
         values = dict(zip(header, row, strict=True))
         kernel = {name: number(value) for name, value in values.items() if number(value) is not None}
@@ -212,8 +214,10 @@ def run_ended(command, limit):
     return program.returncode, out, err
 
 
-def profile(ncu, cells, limit=LIMIT_S):
-    """The record, without device and commit. Without the extra metrics where this ncu does not know them."""
+def profile(ncu, cells, limit=LIMIT_S, failed=None):
+    """The record, without device and commit. Without the extra metrics where this ncu does not know them. failed: where
+    a report goes that does not hold every cell, with the suffix .failed.csv.
+    """
     start = time.time()
     with tempfile.TemporaryDirectory() as folder:
         for extra in (True, False):
@@ -230,6 +234,8 @@ def profile(ncu, cells, limit=LIMIT_S):
                 return dict(rows=rows, seconds=time.time() - start, launched=out.strip().splitlines()[:60])
             print(f"ncu exit code {code}, {len(found)} of {len(cells)} cells", file=sys.stderr)
             print((text + out + err)[-1500:], file=sys.stderr)
+            if failed:
+                failed.with_suffix(".failed.csv").write_text(text)
     return None
 
 
@@ -243,7 +249,7 @@ def main():
     options = parser.parse_args()
     if options.launch:
         return launch(options.cells)
-    record = profile(options.ncu, options.cells)
+    record = profile(options.ncu, options.cells, failed=options.record)
     if record is None:
         return 1
     import torch

@@ -25,14 +25,21 @@ ROWS = [
 ]
 
 
-def report(rows):
-    quoted = [",".join(f'"{value}"' for value in row) for row in [HEADER, UNITS, *rows]]
+def report(rows, header=HEADER, units=UNITS):
+    quoted = [",".join(f'"{value}"' for value in row) for row in [header, units, *rows]]
     return "==PROF== Connected\n==PROF== Disconnected\n" + "\n".join(quoted) + "\n"
 
 
 def test_kernels_are_told_apart_by_arm_and_cell():
     cells = profile.arms_of(profile.read_report(report(ROWS)))
     assert [[len(cell[arm]) for arm in profile.ARMS] for cell in cells] == [[2, 1], [1, 2]]
+
+
+def test_kernels_with_other_metrics_come_in_a_table_of_their_own():
+    wider = report([[*row, "5"] for row in ROWS[3:]], [*HEADER, "another"], [*UNITS, ""])
+    kernels = profile.read_report(report(ROWS[:3]) + wider)
+    assert [kernel["launch__grid_size"] for kernel in kernels] == [64, 132, 128, 132, 128, 32]
+    assert ["another" in kernel for kernel in kernels] == [False] * 3 + [True] * 3
 
 
 def test_times_add_up_and_shares_are_those_of_the_longest_kernel():
