@@ -125,16 +125,14 @@ def number(text):
 
 
 def read_report(text):
-    """The kernels of a report in raw CSV: dicts of numbers by metric; "kernel": its name; TIME in microseconds.
-
-    Kernels with other metrics than those before them come in a table of their own, with its own header.
-    """
-    found, header = [], []
-    rows = csv.reader(io.StringIO(text))
+    """The kernels of a report in raw CSV: dicts of numbers by metric; "kernel": its name; TIME in microseconds."""
+    start = text.find('"ID"')
+    if start < 0:
+        return []
+    header, units, *rows = csv.reader(io.StringIO(text[start:]))
+    found = []
     for row in rows:
-        if row[:1] == ["ID"]:
-            header, units = row, next(rows, [])
-        if len(row) != len(header) or row is header:
+        if len(row) != len(header):
             continue
         values = dict(zip(header, row, strict=True))
         kernel = {name: number(value) for name, value in values.items() if number(value) is not None}
@@ -145,11 +143,15 @@ def read_report(text):
     return found
 
 
+# Of the others' kernels: ncu leaves out outer namespaces, ours among them, as it likes.
+CUBLAS = re.compile("nvjet|cublas|cutlass|gem[mv]|splitK", re.IGNORECASE)
+
+
 def arms_of(kernels):
     """[[kernels of auto, kernels of cuBLAS], ...]: the two take turns, each with one or several kernels."""
     cells, last = [], "cuBLAS"
     for kernel in kernels:
-        arm = "auto" if "nybble" in kernel["kernel"] else "cuBLAS"
+        arm = "cuBLAS" if CUBLAS.search(kernel["kernel"]) else "auto"
         if not cells or (arm == "auto" and last == "cuBLAS"):
             cells.append({name: [] for name in ARMS})
         cells[-1][arm].append(kernel)
