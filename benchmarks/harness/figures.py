@@ -47,9 +47,14 @@ def linear_time(arm: str) -> str:
     return f"{row[f'{arm}_us']:.0f} µs"
 
 
-def against_dense(first: int, last: float) -> str:
-    large = [row for row in linear_rows() if row["n"] * row["k"] >= LARGE]
-    return span(row["ratio_dense"] for row in large if first <= row["m"] <= last)
+def against_dense(tokens) -> str:
+    """tokens(M): whether a number of tokens is meant."""
+    return span(row["ratio_dense"] for row in linear_rows() if row["n"] * row["k"] >= LARGE and tokens(row["m"]))
+
+
+def between_tiles(m: int) -> bool:
+    """Whether tiles of 512 tokens would be padded, up to where row pairs may take the problem instead."""
+    return 256 < m < 2048 and m % 512 != 0
 
 
 def cpu_ratios(arm: str) -> list[float]:
@@ -139,9 +144,11 @@ FIGURES = {
     "linear-512-dense": lambda: linear_time("dense"),
     "linear-512-trainers": lambda: span(row["bnb_us"] / row["dense_us"] for row in linear_rows() if row["m"] == 512),
     "linear-bitsandbytes": lambda: span(row["ratio_bnb"] for row in linear_rows() if row["ratio_bnb"]),
-    "linear-dense-few": lambda: against_dense(1, 64),
-    "linear-dense-some": lambda: against_dense(96, 256),
-    "linear-dense-many": lambda: against_dense(512, float("inf")),
+    "linear-sizes": lambda: str(len(linear_rows())),
+    "linear-dense-few": lambda: against_dense(lambda m: m <= 64),
+    "linear-dense-some": lambda: against_dense(lambda m: 96 <= m <= 256),
+    "linear-dense-between": lambda: against_dense(between_tiles),
+    "linear-dense-many": lambda: against_dense(lambda m: m >= 512 and not between_tiles(m)),
     "cpu-bitsandbytes": lambda: f"{min(cpu_ratios('bitsandbytes')):.3f} to {max(cpu_ratios('bitsandbytes')):.2f}",
     "cpu-dense": lambda: f"{max(cpu_ratios('dense')):.2f}",
     "resident-8192": lambda: resident_ratio(8192),
