@@ -3,7 +3,6 @@
 import copy
 import json
 import pathlib
-import subprocess
 import sys
 
 import pytest
@@ -129,10 +128,11 @@ def test_no_bitsandbytes_is_not_measured():
     ("ratios", "device", "code"),
     [({}, "NVIDIA H200", 0), (dict(slow=1.0503), "NVIDIA H200", 1), ({}, "NVIDIA A100", 3)],
 )
-def test_judging_a_record_needs_no_gpu(tmp_path, ratios, device, code):
+def test_judging_a_record_needs_no_gpu(tmp_path, monkeypatch, capsys, ratios, device, code):
+    import portable_time
+
     path = tmp_path / "record.json"
     path.write_text(json.dumps(record_at(**ratios) | dict(device=device)))
-    command = [sys.executable, HARNESS / "portable_time.py", "--judge", path]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == code, result.stderr
-    assert "fused / own dense skeleton, M >= 512: 1.1900 (at most 1.20" in result.stdout
+    monkeypatch.setattr(sys, "argv", ["portable_time.py", "--judge", str(path)])
+    assert portable_time.main() == code
+    assert "fused / own dense skeleton, M >= 512: 1.1900 (at most 1.20" in capsys.readouterr().out
