@@ -15,7 +15,7 @@ using hopper::kStep;
 using hopper::kTileRows;
 using hopper::Work;
 
-constexpr int64_t kMaxExtent = 65535 * 64;        // row tiles and steps travel as 16 bits
+constexpr int64_t kMaxExtent = 65528 * 64;        // row tiles and steps, in units of up to 8, travel as 16 bits
 constexpr int64_t kMaxBlocks = int64_t{1} << 31;  // block indices are 32-bit, also of rows just beyond n
 constexpr int64_t kMaxTokens = int64_t{1} << 31;  // TMA coordinates are 32-bit
 
@@ -90,14 +90,15 @@ double multiply_clocks(const LinearProblem& p, const DeviceModel& device, Hopper
   const int clusters = clusters_of(device);
   const int64_t token_tiles = ceil_div(p.m, model.tokens), tiles = token_tiles * ceil_div(out_rows(p), model.rows);
   const int64_t steps = round_up(ceil_div(reduction(p), kStep), model.unit);
-  const double step = token_tiles > 1 ? model.step * model.several : model.step;
+  const bool several = token_tiles > 1 && p.m >= kSeveralTilesFrom;
+  const double step = several ? model.step * model.several : model.step;
   const double whole_tile = static_cast<double>(steps) * step + model.tile;
   const int tail = tail_tiles(tiles, clusters);
   const int64_t full_waves = tiles / clusters;
   if (schedule == HopperSchedule::kWhole) return static_cast<double>(full_waves + (tail > 0)) * whole_tile;
   if (tail == 0) return -1;
   if (schedule == HopperSchedule::kStreamK) {
-    if (steps > kStreamKMaxSteps && token_tiles > 1 && !row_pairs(tile)) return -1;
+    if (steps > kStreamKMaxSteps && token_tiles > 1 && !(several && row_pairs(tile))) return -1;
     const double each = static_cast<double>(tiles) / clusters, further = row_pairs(tile) ? std::max(0.0, 1 / each - 1) : 0;
     const double clocks =
         (each + model.stream_tiles) * whole_tile + model.stream + further * (kCollect + kCollectToken * cta_tokens(model));

@@ -232,6 +232,19 @@ TEST(HopperSupports, TakesTheTargetShapesAndNamesWhatItDoesNotTake) {
   }
 }
 
+// Segments hold steps in 16 bits, and steps are rounded up to units.
+TEST(HopperSupports, TakesTheLongestReductionWhoseStepsFit) {
+  constexpr int64_t kLongest = int64_t{65528} * 64;
+  const LinearProblem longest = problem(512, 64, kLongest);
+  EXPECT_EQ(supports_hopper(longest, kH200), "");
+  for (int tile = 0; tile < kHopperTiles; tile++) {
+    const LinearPlan plan =
+        plan_hopper_as(longest, kH200, {static_cast<HopperTile>(tile), HopperSchedule::kWhole, HopperScales::kInKernel, 4});
+    EXPECT_LT(hopper_work(longest, plan, longest.m).steps, 1 << 16);
+  }
+  EXPECT_NE(supports_hopper(problem(512, 64, kLongest + 64), kH200).find("k up to"), std::string::npos);
+}
+
 TEST(HopperPlan, IsPureAndWithinTheWorkspaceBudget) {
   for (const Direction direction : {Direction::kForward, Direction::kGradInput}) {
     for (const int64_t m : {1, 100, 256, 512, 777, 2048, 16384, 100000}) {
