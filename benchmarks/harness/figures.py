@@ -18,11 +18,11 @@ import sys
 import plot_gates
 import plot_linear
 import plot_stream
+from linear_targets import BETWEEN, LARGE_WEIGHT
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks" / "records"
 MARK = re.compile(r"<!-- figure (?P<name>[\w-]+) -->(?P<text>.*?)<!-- /figure -->", re.S)
-LARGE = 20_000_000  # weights; what the README calls a large weight
 
 
 @functools.cache
@@ -49,12 +49,12 @@ def linear_time(arm: str) -> str:
 
 def against_dense(tokens) -> str:
     """tokens(M): whether a number of tokens is meant."""
-    return span(row["ratio_dense"] for row in linear_rows() if row["n"] * row["k"] >= LARGE and tokens(row["m"]))
+    return span(row["ratio_dense"] for row in linear_rows() if row["n"] * row["k"] >= LARGE_WEIGHT and tokens(row["m"]))
 
 
 def between_tiles(m: int) -> bool:
     """Whether tiles of 512 tokens would be padded, up to where row pairs may take the problem instead."""
-    return 256 < m < 2048 and m % 512 != 0
+    return m > 256 and m in BETWEEN
 
 
 def cpu_ratios(arm: str) -> list[float]:

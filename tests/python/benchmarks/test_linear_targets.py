@@ -117,6 +117,10 @@ def test_the_cost_of_batch_invariance_is_one_where_the_plan_is_invariant_by_itse
     record = spoil(record_at(0.999), dict(invariant_us=3.0, fused_us=2.0)) | dict(invariant=True)
     costs = targets.invariance_costs(record)
     assert costs[512].count(1.5) == 1 and max(costs[512]) == 1.5 and set(costs[64]) == {1.0}
+    other = spoil(record, dict(path="small_m"))  # with batch_invariant the Hopper path would be taken
+    assert len(targets.invariance_costs(other)[512]) == len(costs[512])
+    del next(row for row in other["rows"] if "invariant_us" in row)["invariant_us"]
+    assert len(targets.invariance_costs(other)[512]) == len(costs[512]) - 1
     lines = targets.markdown(record).splitlines()
     (largest,) = (line for line in lines if line.startswith("| largest |"))
     assert largest.split(" | ")[1 + list(costs).index(512)] == "1.50"
