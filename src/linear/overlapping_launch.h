@@ -1,7 +1,7 @@
 // The launch of a kernel that may be set up while the kernel before it runs (programmatic dependent launch).
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include <cstdint>
 #include <utility>

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
 }
 
 // How partial sums are added.
-constexpr unsigned kManyCtas = 128;      // of the multiply, of 132 SMs: from here on blocks of sums wait beside them
+constexpr unsigned kManyCtas = 128;      // of the multiply, of 132 SMs: with more, blocks of sums wait beside them
 constexpr unsigned kMostHalfRounds = 7;  // of those blocks: 3.5 rounds
 constexpr int kManyPiecesFrom = 5;       // of a tile
 
