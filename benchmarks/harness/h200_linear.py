@@ -45,6 +45,13 @@ COUNTER_OF = {"forward": "forward", "grad_x": "grad_input"}
 MODES = {"auto": 0, "dequant": 2}
 
 
+def same_work(plan, other):
+    """Whether two printed plans launch the same: path, variant, grid, split, group and workspace, not why or by what
+    record.
+    """
+    return plan.partition(" bytes")[0] == other.partition(" bytes")[0]
+
+
 class ClockMonitor:
     """SM clock (MHz) and power (W), sampled by nvidia-smi every 100 ms beside the measurements."""
 
@@ -121,11 +128,11 @@ class Shape:
             return lambda i: gpu.multiply(x, self.weights[i % count], backward, MODES[mode], invariant)
 
         bodies = {"auto": ours("auto"), "dense": lambda i: torch.mm(x, operands[i % len(operands)], out=out)}
-        if gpu.plan(x, self.weights[0], direction, True) != gpu.plan(x, self.weights[0], direction):
+        if not same_work(*(gpu.plan(x, self.weights[0], direction, invariant) for invariant in (False, True))):
             bodies["invariant"] = ours("auto", invariant=True)
         if self.states:
             bodies["bnb"] = bitsandbytes
-        for path in PATHS if gpu.library else ():
+        for path in PATHS if gpu.kernels else ():
             bodies |= self.of_path(path, x, backward)
         if m <= DEQUANT_TOKENS and m in targets.TOKENS:
             bodies["dequant"] = ours("dequant")
@@ -136,19 +143,19 @@ class Shape:
 
     def of_path(self, path, x, backward):
         """{path: body(i)} of a fused path's own plan, {} where it does not take the problem."""
-        library, columns = self.gpu.library, self.k if backward else self.n
+        kernels, columns = self.gpu.kernels, self.k if backward else self.n
         if x.shape[0] > PATHS[path]:
             return {}
         out = self.gpu.torch.empty(x.shape[0], columns, dtype=x.dtype, device=x.device)
-        calls = [library.call(w, x, out, backward, path=self.gpu.path_numbers[path]) for w in self.weights]
+        calls = [kernels.call(w, x, out, backward, path=self.gpu.path_numbers[path]) for w in self.weights]
         try:
             for call in calls:
-                library.plan(call)
+                kernels.plan(call)
         except RuntimeError:
             return {}
 
         def body(i):
-            library.run(calls[i % len(calls)])
+            kernels.run(calls[i % len(calls)])
             return out
 
         return {path: body}
@@ -172,7 +179,7 @@ class Gpu:
 
         self.torch, self.nybble, self.state, self.nested = torch, nybble, QuantState, nested
         self.weight = portable_kernels.Weight
-        self.library = portable_kernels.Kernels(library, WORKSPACE) if library else None
+        self.kernels = portable_kernels.Kernels(library, WORKSPACE) if library else None
         self.path_numbers = {path: getattr(portable_kernels, path.upper()) for path in PATHS}
         self.capture, self.replay_us = portable_time.capture, portable_time.replay_us
         self.bitsandbytes_state = portable_time.bitsandbytes_state

@@ -20,9 +20,7 @@ class Card:
     capability: str
     tflops: float  # 16-bit inputs, fp32 accumulators, as the vendor gives it
     terabytes: float  # a second, of memory bandwidth
-    fused: float = (
-        1.02  # fused / own dense multiply: mma of 32 clocks leave issue slots and register reads for decoding
-    )
+    fused: float = 1.02  # of its own dense multiply: mma of 32 clocks leave issue slots and register reads for decoding
 
     @property
     def tokens(self):

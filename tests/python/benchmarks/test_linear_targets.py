@@ -127,6 +127,15 @@ def test_the_cost_of_batch_invariance_is_one_where_the_plan_is_invariant_by_itse
     assert "batch_invariant" not in targets.markdown(record_at(0.999)), "a record that has not measured it"
 
 
+def test_plans_that_launch_the_same_are_not_timed_twice():
+    import h200_linear
+
+    plan = "hopper variant 1, grid 132, split 1, group 1, workspace 0 bytes, batch invariant, measured, tune 0 (why)"
+    assert h200_linear.same_work(plan, plan.replace("measured", "unmeasured").replace("why", "whole tiles"))
+    assert not h200_linear.same_work(plan, plan.replace("variant 1", "variant 4"))
+    assert not h200_linear.same_work(plan, plan.replace("hopper", "small_m"))
+
+
 def test_a_path_that_auto_should_have_taken_is_named():
     record = record_at(0.999) | dict(paths={"portable": 2048})
     auto = next(row for row in record["rows"] if row["m"] == 64)
