@@ -80,9 +80,9 @@ def groups_of_any_card():
 
 def groups_of_hopper():
     """What only compute capability 9.0 has."""
-    # k: 17 blocks of 64 in a row; a multiple of 4, whose codes come as words; of 16, whose codes come as boxes or runs.
+    # k: 17 blocks of 64 in a row; a multiple of 4, whose scales come a unit at a time; of 16, whose codes come as boxes or runs.
     scales = [(1088, 64, True), (1280, 64, True), (1024, 64, True), (1280, 256, True)]
-    scales += [(1088, 64, False), (1280, 256, False)]
+    scales += [(1088, 64, False), (1280, 64, False), (1280, 256, False)]
     for number, (k, block, nested) in enumerate(scales):
         for kind in kinds((block,), (nested,)):
             yield Group(dict(n=1032, k=k) | kind, BOTH, hopper_arms(), controls=number + kind["quant_type"] == 0)

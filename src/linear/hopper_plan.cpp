@@ -123,14 +123,18 @@ double expected_clocks(const LinearProblem& p, const DeviceModel& device, const 
   return clocks + kExpansion + kExpandedBlock * static_cast<double>(p.n * (p.k / p.block_size));
 }
 
-// One tile of tokens, two of small weights; more where the tiles that share a decode would be filled badly. Other scales take a slower way.
+// Scales that are fetched a unit of steps at a time; others take a slower way that was not measured.
+bool scales_by_unit(const LinearProblem& p) {
+  return p.block_size == kStep && p.k % (4 * kStep) == 0 && (p.nested ? p.nested_dtype == DType::kFloat32 : p.scales_alignment >= 16);
+}
+
+// One tile of tokens, two of small weights; more where the tiles that share a decode would be filled badly.
 bool row_pairs_measured(const LinearProblem& p, HopperTile tile) {
   const TileModel& model = model_of(tile);
   const int64_t token_tiles = ceil_div(p.m, model.tokens), tiles = token_tiles * ceil_div(out_rows(p), model.rows);
   const bool two = token_tiles == 2 && tiles <= kTwoTokenTiles && p.m >= kTwoTilesFrom && p.m <= kTwoTilesTo;
   const bool several = p.m >= kSeveralTilesFrom && p.m < kSeveralTilesBelow && model.tokens >= kSeveralTilesOf;
-  return (token_tiles == 1 || two || several) && p.nested && p.nested_dtype == DType::kFloat32 && p.block_size == kStep &&
-         p.k % (4 * kStep) == 0;
+  return (token_tiles == 1 || two || several) && scales_by_unit(p);
 }
 
 LinearPlan finished(const LinearProblem& p, LinearPlan plan) {

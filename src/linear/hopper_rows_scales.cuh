@@ -2,9 +2,10 @@
 // row `entry` of both halves of a step. Three ways to the same bits, by what the scales look like:
 //
 //   any     a cp.async a scale, a step at a time
-//   words   blocks of 64, nested in fp32, k a multiple of 256: the word that holds the codes of four steps (forward) or of both halves
-//           (grad_x), fetched once, a unit of four steps ahead. Lanes are rows of W apart: every fetch is a line of its own, and a sector
-//   boxes   grad_x, k a multiple of 1024: codes by TMA, 16 neighbours of each of 128 rows
+//   units   blocks of 64, fp32 scales or nested ones in fp32, k a multiple of 256: the scales, or the word of the codes, of four steps
+//           (forward) or of both halves (grad_x), fetched at once, a unit of four steps ahead. Lanes are rows of W apart: every fetch is a
+//           line of its own, and a sector
+//   boxes   grad_x, nested, k a multiple of 1024: codes by TMA, 16 neighbours of each of 128 rows
 #pragma once
 
 #include "device/cp_async.cuh"
@@ -127,50 +128,79 @@ struct RowsScales {
     }
   }
 
-  // Blocks of 64, nested scales in fp32, a multiple of 4 blocks in a row: forward, the 4 codes of a unit are one word; grad_x, the codes of
-  // both halves lie in one word, at the same byte in every step.
-  __device__ __forceinline__ bool takes_words() const {
+  // Blocks of 64 in fp32, a multiple of 4 in a row: forward, the scales of a unit or the word of their codes lie together; grad_x, those of
+  // both halves do, a code at the same byte in every step.
+  __device__ __forceinline__ bool takes_units() const {
     const ScaleSource& s = p.source;
-    return s.nested && s.nested_dtype == DType::kFloat32 && p.source.block_shift == 0 && s.blocks % SLOTS == 0;
+    if (s.block_shift != 0 || s.blocks % SLOTS != 0) return false;
+    return s.nested ? s.nested_dtype == DType::kFloat32 : reinterpret_cast<size_t>(s.absmax) % 16 == 0;
   }
-  __device__ __forceinline__ void fetch_word(uint32_t to, uint32_t index, bool inside) const {
-    const ScaleSource& s = p.source;
-    const uint32_t at = inside ? index : 0, bytes = inside ? 4 : 0;
-    copy_async_fill_4b(to, static_cast<const uint8_t*>(s.absmax) + (at & ~3u), bytes);
-    copy_async_fill_4b(to + 4, s.nested_absmax + at / static_cast<uint32_t>(kNestedBlockSize), bytes);
+  static constexpr uint32_t FETCHES = FORWARD ? 2 : SLOTS;  // of a thread for a unit: of halves, or of steps
+  template <bool NESTED>
+  __device__ __forceinline__ uint32_t fetched_at(uint32_t buffer, uint32_t i, int entry) const {
+    if (FORWARD && !NESTED) return smem + TILE::SOURCE_OFFSET + buffer * (2 * TILE::SOURCE_BYTES) + (i * 64 + entry) * 16;
+    return source_at(buffer * 2 + i / 2, i % 2, entry);
   }
+  template <bool NESTED>
   __device__ __forceinline__ void fetch_unit(const Cursor& at, bool more, uint32_t buffer, int entry) const {
     const ScaleSource& s = p.source;
     const uint32_t row = static_cast<uint32_t>(first_row(at, at.step, 0) + entry), block = static_cast<uint32_t>(block_of(at, at.step, 0));
 #pragma unroll
-    for (uint32_t i = 0; i < (FORWARD ? 2 : SLOTS); i++) {  // halves, or steps
-      fetch_word(source_at(buffer * 2 + i / 2, i % 2, entry), (row + 64 * i) * s.blocks + block,
-                 more && row + 64 * i < s.n && block < s.blocks);
+    for (uint32_t i = 0; i < FETCHES; i++) {
+      const bool inside = more && row + 64 * i < s.n && block < s.blocks;
+      const uint32_t index = inside ? (row + 64 * i) * s.blocks + block : 0, to = fetched_at<NESTED>(buffer, i, entry);
+      if constexpr (NESTED) {
+        copy_async_fill_4b(to, static_cast<const uint8_t*>(s.absmax) + (index & ~3u), inside ? 4 : 0);
+        copy_async_fill_4b(to + 4, s.nested_absmax + index / static_cast<uint32_t>(kNestedBlockSize), inside ? 4 : 0);
+      } else if constexpr (FORWARD) {
+        copy_async_fill_16b(to, static_cast<const float*>(s.absmax) + index, inside ? 16 : 0);
+      } else {
+        copy_async_fill_8b(to, static_cast<const float*>(s.absmax) + index, inside ? 8 : 0);
+      }
     }
     commit_copies();
   }
-  __device__ __forceinline__ void make_scales_of_words(int entry) const {
+  // Scales of both halves of step `slot` of a unit. shift: grad_x, of the code of the first half.
+  __device__ __forceinline__ void scales_of(const uint2 (&source)[FETCHES], int slot, uint32_t shift, float offset, float (&scale)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const uint2 from = source[FORWARD ? half : slot];
+      const uint32_t code = from.x >> (FORWARD ? slot * 8 : shift + half * 8) & 255;
+      scale[half] = nested_scale(code_value(code), __uint_as_float(from.y), offset, DType::kFloat32);
+    }
+  }
+  __device__ __forceinline__ void plain_scales_of(uint32_t buffer, int slot, int entry, float (&scale)[2]) const {
+    if constexpr (FORWARD) {
+      scale[0] = load_shared_f32(fetched_at<false>(buffer, 0, entry) + slot * 4);
+      scale[1] = load_shared_f32(fetched_at<false>(buffer, 1, entry) + slot * 4);
+    } else {
+      const uint2 both = load_shared_u64(fetched_at<false>(buffer, slot, entry));
+      scale[0] = __uint_as_float(both.x);
+      scale[1] = __uint_as_float(both.y);
+    }
+  }
+  template <bool NESTED>
+  __device__ __forceinline__ void make_scales_of_units(int entry) const {
     Cursor at = units(), ahead = units();
     bool more = ahead.advance();
-    fetch_unit(ahead, more, 0, entry);
-    const float offset = load_code_values(entry);
+    fetch_unit<NESTED>(ahead, more, 0, entry);
+    const float offset = NESTED ? load_code_values(entry) : 0.0f;
     meet_cluster();
     for (uint32_t group = 0; at.advance(); group ^= 1) {
       more = more && ahead.advance();
-      fetch_unit(ahead, more, group ^ 1, entry);
+      fetch_unit<NESTED>(ahead, more, group ^ 1, entry);
       wait_copies<1>();
-      uint2 source[FORWARD ? 2 : SLOTS];
+      uint2 source[FETCHES];
 #pragma unroll
-      for (uint32_t i = 0; i < (FORWARD ? 2 : SLOTS); i++) source[i] = load_shared_u64(source_at(group * 2 + i / 2, i % 2, entry));
+      for (uint32_t i = 0; i < FETCHES && NESTED; i++) source[i] = load_shared_u64(fetched_at<true>(group, i, entry));
       const uint32_t shift = FORWARD ? 0 : (static_cast<uint32_t>(block_of(at, 0, 0)) & 3) * 8;
 #pragma unroll
       for (int slot = 0; slot < SLOTS; slot++) {
         float scale[2];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const uint2 from = source[FORWARD ? half : slot];
-          const uint32_t code = from.x >> (FORWARD ? slot * 8 : shift + half * 8) & 255;
-          scale[half] = nested_scale(code_value(code), __uint_as_float(from.y), offset, DType::kFloat32);
+        if constexpr (NESTED) {
+          scales_of(source, slot, shift, offset, scale);
+        } else {
+          plain_scales_of(group, slot, entry, scale);
         }
         hand_over(slot, group, entry, scale[0], scale[1]);
       }
@@ -240,7 +270,8 @@ struct RowsScales {
 
   __device__ __forceinline__ void make_scales(int entry) const {
     if (!FORWARD && p.source.code_boxes) return make_scales_of_boxes(entry);
-    takes_words() ? make_scales_of_words(entry) : make_any_scales(entry);
+    if (!takes_units()) return make_any_scales(entry);
+    p.source.nested ? make_scales_of_units<true>(entry) : make_scales_of_units<false>(entry);
   }
 };
 
