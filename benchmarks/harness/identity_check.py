@@ -80,7 +80,8 @@ def groups_of_any_card():
 
 def groups_of_hopper():
     """What only compute capability 9.0 has."""
-    # k: 17 blocks of 64 in a row; a multiple of 4, whose scales come a unit at a time; of 16, whose codes come as boxes or runs.
+    # k: 17 blocks of 64 in a row; a multiple of 4, whose scales come a unit of steps, or as boxes; of 16, whose codes
+    # come as boxes or runs.
     scales = [(1088, 64, True), (1280, 64, True), (1024, 64, True), (1280, 256, True)]
     scales += [(1088, 64, False), (1280, 64, False), (1280, 256, False)]
     for number, (k, block, nested) in enumerate(scales):

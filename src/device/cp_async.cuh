@@ -22,12 +22,9 @@ __device__ __forceinline__ void copy_async_fill_if(uint32_t destination, const v
                : "memory");
 }
 
-// 16, 8 or 4 bytes, of which `bytes` from the source and zeros for the rest.
+// 16 or 4 bytes, of which `bytes` from the source and zeros for the rest.
 __device__ __forceinline__ void copy_async_fill_16b(uint32_t destination, const void* source, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_async_fill_8b(uint32_t destination, const void* source, uint32_t bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copy_async_fill_4b(uint32_t destination, const void* source, uint32_t bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");

@@ -31,6 +31,7 @@ constexpr int kWeightBytes = 2 * kHalfBytes;
 constexpr int kChunkTokens = 32;  // of one output store
 constexpr int kChunkBytes = kChunkTokens * 128;
 constexpr int kCodeBox = 16;           // codes of a row that row pairs fetch at once
+constexpr int kScaleBox = 4;           // plain scales, in as many bytes
 constexpr int kMostBoxedBlocks = 448;  // of a row, where they do: the nested scales of 128 such rows are 225
 constexpr int kChunkWords = 8;         // of a thread: 64 rows x 32 tokens, 16 bit, over 128 threads
 
@@ -121,7 +122,7 @@ enum class ScaleWay : uint8_t {
 struct ScaleSource {
   ScaleWay way;
   bool nested;
-  bool code_boxes;  // row pairs: Params::scales is a map of the codes
+  bool boxes;  // row pairs: Params::scales is a map of the codes, or of the plain scales
   DType nested_dtype;
   uint32_t n, blocks;          // rows of W, blocks of a row
   const void* absmax;          // [n][blocks] fp32, or uint8 codes
@@ -134,9 +135,9 @@ struct ScaleSource {
 struct Params {
   CUtensorMap activation;  // [tokens][reduction], box TOKENS x 64
   CUtensorMap packed;      // [n][k / 2] bytes, box JOB_ROWS x 32
-  CUtensorMap scales;      // [k / block][n] fp32, box 1 x JOB_ROWS; code_boxes: [n][k / 64] codes, box 128 x 16; otherwise unused
-  CUtensorMap output;      // [tokens][rows], box 32 x 64
-  float values[16];        // of the 4-bit codes
+  CUtensorMap scales;  // [k / block][n] fp32, box 1 x JOB_ROWS; boxes: [n][k / 64] codes or scales, box 128 x 16 bytes; otherwise unused
+  CUtensorMap output;  // [tokens][rows], box 32 x 64
+  float values[16];    // of the 4-bit codes
   ScaleSource source;
   Work work;
   const void* bias;  // [rows] or null

@@ -12,21 +12,22 @@
 
 namespace nybble::hopper {
 
-// Rows of codes whose 16 neighbours can be fetched at once.
-inline bool aligned_codes(const ScaleSource& s) { return s.blocks % kCodeBox == 0 && reinterpret_cast<uintptr_t>(s.absmax) % 16 == 0; }
+// Rows of codes or plain scales of which `box` neighbours, 16 bytes, can be fetched at once.
+inline bool aligned_rows(const ScaleSource& s, int box) { return s.blocks % box == 0 && reinterpret_cast<uintptr_t>(s.absmax) % 16 == 0; }
 
 inline ScaleWay scale_way(const LinearProblem& q, const ScaleSource& s, HopperScales scales) {
   if (scales == HopperScales::kExpanded) return ScaleWay::kReady;
   if (!s.nested || s.nested_dtype != DType::kFloat32) return ScaleWay::kAny;
-  const bool runs = q.direction == Direction::kForward && q.block_size == kStep && aligned_codes(s);
+  const bool runs = q.direction == Direction::kForward && q.block_size == kStep && aligned_rows(s, kCodeBox);
   return runs ? ScaleWay::kRuns : ScaleWay::kNested;
 }
 
-// Where codes come as boxes of 16, as make_scales_of_boxes() expects them. Forward, a thread's own words serve four steps, and boxes were
-// no faster.
-inline bool takes_code_boxes(const LinearProblem& q, const ScaleSource& s) {
-  return q.direction == Direction::kGradInput && s.nested && s.nested_dtype == DType::kFloat32 && q.block_size == kStep &&
-         aligned_codes(s) && s.blocks <= kMostBoxedBlocks;
+// Where codes or plain scales come as boxes, as make_scales_of_boxes() expects them. Forward, a thread's own words serve four steps, and
+// boxes were no faster.
+inline bool takes_boxes(const LinearProblem& q, const ScaleSource& s) {
+  if (q.direction != Direction::kGradInput || q.block_size != kStep) return false;
+  if (!s.nested) return aligned_rows(s, kScaleBox);
+  return s.nested_dtype == DType::kFloat32 && aligned_rows(s, kCodeBox) && s.blocks <= kMostBoxedBlocks;
 }
 
 inline ScaleSource make_source(const Launch& l, bool row_pairs) {
@@ -43,7 +44,7 @@ inline ScaleSource make_source(const Launch& l, bool row_pairs) {
   source.nested_code = s.nested_code;
   source.offset = s.offset;
   source.way = scale_way(q, source, hopper_scales(l.plan.variant));
-  source.code_boxes = row_pairs && takes_code_boxes(q, source);
+  source.boxes = row_pairs && takes_boxes(q, source);
   return source;
 }
 
@@ -65,9 +66,12 @@ Params make_params(const Launch& l) {
     p.scales = tensor_map({CU_TENSOR_MAP_DATA_TYPE_FLOAT32, workspace + layout.scales, q.n, q.k / q.block_size, q.n * 4, TILE::JOB_ROWS, 1,
                            CU_TENSOR_MAP_SWIZZLE_NONE});
   }
-  if (p.source.code_boxes) {
-    p.scales = tensor_map(
-        {CU_TENSOR_MAP_DATA_TYPE_UINT8, p.source.absmax, p.source.blocks, q.n, p.source.blocks, kCodeBox, 128, CU_TENSOR_MAP_SWIZZLE_NONE});
+  if (p.source.boxes) {
+    const ScaleSource& s = p.source;
+    p.scales =
+        s.nested ? tensor_map({CU_TENSOR_MAP_DATA_TYPE_UINT8, s.absmax, s.blocks, q.n, s.blocks, kCodeBox, 128, CU_TENSOR_MAP_SWIZZLE_NONE})
+                 : tensor_map({CU_TENSOR_MAP_DATA_TYPE_FLOAT32, s.absmax, s.blocks, q.n, int64_t{4} * s.blocks, kScaleBox, 128,
+                               CU_TENSOR_MAP_SWIZZLE_NONE});
   }
   p.output = tensor_map(
       {kMapType<T>, static_cast<T*>(l.args.out) + l.first * rows, rows, l.count, rows * 2, 64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B});

@@ -123,18 +123,13 @@ double expected_clocks(const LinearProblem& p, const DeviceModel& device, const 
   return clocks + kExpansion + kExpandedBlock * static_cast<double>(p.n * (p.k / p.block_size));
 }
 
-// Scales that are fetched a unit of steps at a time; others take a slower way that was not measured.
-bool scales_by_unit(const LinearProblem& p) {
-  return p.block_size == kStep && p.k % (4 * kStep) == 0 && (p.nested ? p.nested_dtype == DType::kFloat32 : p.scales_alignment >= 16);
-}
-
 // One tile of tokens, two of small weights; more where the tiles that share a decode would be filled badly.
 bool row_pairs_measured(const LinearProblem& p, HopperTile tile) {
   const TileModel& model = model_of(tile);
   const int64_t token_tiles = ceil_div(p.m, model.tokens), tiles = token_tiles * ceil_div(out_rows(p), model.rows);
   const bool two = token_tiles == 2 && tiles <= kTwoTokenTiles && p.m >= kTwoTilesFrom && p.m <= kTwoTilesTo;
   const bool several = p.m >= kSeveralTilesFrom && p.m < kSeveralTilesBelow && model.tokens >= kSeveralTilesOf;
-  return (token_tiles == 1 || two || several) && scales_by_unit(p);
+  return (token_tiles == 1 || two || several) && suits_row_pairs(p);
 }
 
 LinearPlan finished(const LinearProblem& p, LinearPlan plan) {
@@ -177,6 +172,10 @@ std::string supports_hopper(const LinearProblem& p, const DeviceModel& device) {
     no << "scales aligned to " << p.scales_alignment << " bytes, the Hopper kernel needs 4";
   }
   return no.str();
+}
+
+bool suits_row_pairs(const LinearProblem& p) {
+  return p.block_size == kStep && p.k % (4 * kStep) == 0 && (p.nested ? p.nested_dtype == DType::kFloat32 : p.scales_alignment >= 16);
 }
 
 int64_t hopper_tokens_per_launch(const LinearProblem& p, const LinearPlan& plan) {

@@ -2,10 +2,11 @@
 // row `entry` of both halves of a step. Three ways to the same bits, by what the scales look like:
 //
 //   any     a cp.async a scale, a step at a time
-//   units   blocks of 64, fp32 scales or nested ones in fp32, k a multiple of 256: the scales, or the word of the codes, of four steps
-//           (forward) or of both halves (grad_x), fetched at once, a unit of four steps ahead. Lanes are rows of W apart: every fetch is a
-//           line of its own, and a sector
-//   boxes   grad_x, nested, k a multiple of 1024: codes by TMA, 16 neighbours of each of 128 rows
+//   units   blocks of 64 in fp32, k a multiple of 256: forward the scales, or the word of their codes, of four steps; grad_x the word of
+//   the
+//           codes of both halves; fetched at once, a unit of four steps ahead. Lanes are rows of W apart: every fetch is a line of its
+//           own, and a sector
+//   boxes   grad_x, k a multiple of 1024, with plain scales of 256: by TMA, 16 bytes of neighbours of each of 128 rows
 #pragma once
 
 #include "device/cp_async.cuh"
@@ -128,17 +129,17 @@ struct RowsScales {
     }
   }
 
-  // Blocks of 64 in fp32, a multiple of 4 in a row: forward, the scales of a unit or the word of their codes lie together; grad_x, those of
-  // both halves do, a code at the same byte in every step.
+  // Blocks of 64 in fp32, a multiple of 4 in a row: forward, the scales of a unit or the word of their codes lie together; grad_x, the
+  // codes of both halves do, at the same byte in every step. Plain scales of grad_x come as boxes.
   __device__ __forceinline__ bool takes_units() const {
     const ScaleSource& s = p.source;
     if (s.block_shift != 0 || s.blocks % SLOTS != 0) return false;
-    return s.nested ? s.nested_dtype == DType::kFloat32 : reinterpret_cast<size_t>(s.absmax) % 16 == 0;
+    return s.nested ? s.nested_dtype == DType::kFloat32 : FORWARD && reinterpret_cast<size_t>(s.absmax) % 16 == 0;
   }
   static constexpr uint32_t FETCHES = FORWARD ? 2 : SLOTS;  // of a thread for a unit: of halves, or of steps
   template <bool NESTED>
   __device__ __forceinline__ uint32_t fetched_at(uint32_t buffer, uint32_t i, int entry) const {
-    if (FORWARD && !NESTED) return smem + TILE::SOURCE_OFFSET + buffer * (2 * TILE::SOURCE_BYTES) + (i * 64 + entry) * 16;
+    if (!NESTED) return smem + TILE::SOURCE_OFFSET + buffer * (2 * TILE::SOURCE_BYTES) + (i * 64 + entry) * 16;
     return source_at(buffer * 2 + i / 2, i % 2, entry);
   }
   template <bool NESTED>
@@ -152,32 +153,11 @@ struct RowsScales {
       if constexpr (NESTED) {
         copy_async_fill_4b(to, static_cast<const uint8_t*>(s.absmax) + (index & ~3u), inside ? 4 : 0);
         copy_async_fill_4b(to + 4, s.nested_absmax + index / static_cast<uint32_t>(kNestedBlockSize), inside ? 4 : 0);
-      } else if constexpr (FORWARD) {
-        copy_async_fill_16b(to, static_cast<const float*>(s.absmax) + index, inside ? 16 : 0);
       } else {
-        copy_async_fill_8b(to, static_cast<const float*>(s.absmax) + index, inside ? 8 : 0);
+        copy_async_fill_16b(to, static_cast<const float*>(s.absmax) + index, inside ? 16 : 0);
       }
     }
     commit_copies();
-  }
-  // Scales of both halves of step `slot` of a unit. shift: grad_x, of the code of the first half.
-  __device__ __forceinline__ void scales_of(const uint2 (&source)[FETCHES], int slot, uint32_t shift, float offset, float (&scale)[2]) const {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const uint2 from = source[FORWARD ? half : slot];
-      const uint32_t code = from.x >> (FORWARD ? slot * 8 : shift + half * 8) & 255;
-      scale[half] = nested_scale(code_value(code), __uint_as_float(from.y), offset, DType::kFloat32);
-    }
-  }
-  __device__ __forceinline__ void plain_scales_of(uint32_t buffer, int slot, int entry, float (&scale)[2]) const {
-    if constexpr (FORWARD) {
-      scale[0] = load_shared_f32(fetched_at<false>(buffer, 0, entry) + slot * 4);
-      scale[1] = load_shared_f32(fetched_at<false>(buffer, 1, entry) + slot * 4);
-    } else {
-      const uint2 both = load_shared_u64(fetched_at<false>(buffer, slot, entry));
-      scale[0] = __uint_as_float(both.x);
-      scale[1] = __uint_as_float(both.y);
-    }
   }
   template <bool NESTED>
   __device__ __forceinline__ void make_scales_of_units(int entry) const {
@@ -197,26 +177,35 @@ struct RowsScales {
 #pragma unroll
       for (int slot = 0; slot < SLOTS; slot++) {
         float scale[2];
-        if constexpr (NESTED) {
-          scales_of(source, slot, shift, offset, scale);
-        } else {
-          plain_scales_of(group, slot, entry, scale);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          if constexpr (NESTED) {
+            const uint2 from = source[FORWARD ? half : slot];
+            const uint32_t code = from.x >> (FORWARD ? slot * 8 : shift + half * 8) & 255;
+            scale[half] = nested_scale(code_value(code), __uint_as_float(from.y), offset, DType::kFloat32);
+          } else {
+            scale[half] = load_shared_f32(fetched_at<false>(group, half, entry) + slot * 4);
+          }
         }
         hand_over(slot, group, entry, scale[0], scale[1]);
       }
     }
   }
 
-  // Boxes: codes by TMA, 16 neighbours of each of 128 rows, so that no thread fetches a line for 4 bytes. Two steps need two neighbouring
-  // codes of each row: its own two steps (forward), or both halves of a step (grad_x). Nested scales of 128 rows are neighbours, too.
+  // Boxes: scales or codes by TMA, 16 bytes of neighbours of each of 128 rows, so that no thread fetches a line for 4 bytes. Two steps need
+  // two neighbours of each row: its own two steps (forward), or both halves of a step (grad_x). Nested scales of 128 rows are neighbours,
+  // too.
   __device__ __forceinline__ uint32_t nested_of(uint32_t index) const { return index / static_cast<uint32_t>(kNestedBlockSize); }
+  template <bool NESTED>
   __device__ __forceinline__ void fetch_pair(const Cursor& at, bool more, int step, int buffer, int entry) const {
     const ScaleSource& s = p.source;
     const int row = first_row(at, at.step + step, 0), block = block_of(at, at.step + step, 0);
     if (entry == 0 && more) {
       barrier_expect(barriers.full_box(buffer), TILE::BOX_BYTES);
-      tma_load(smem + TILE::SOURCE_OFFSET + buffer * TILE::BOX_BYTES, &p.scales, barriers.full_box(buffer), block & -kCodeBox, row);
+      tma_load(smem + TILE::SOURCE_OFFSET + buffer * TILE::BOX_BYTES, &p.scales, barriers.full_box(buffer),
+               block & -(NESTED ? kCodeBox : kScaleBox), row);
     }
+    if (!NESTED) return;
     const uint32_t to = smem + TILE::NESTED_OFFSET + buffer * TILE::NESTED_BYTES + entry * 4, last = nested_of(s.n * s.blocks - 1);
     const uint32_t from = nested_of(row * s.blocks + block) + entry;
 #pragma unroll
@@ -227,6 +216,7 @@ struct RowsScales {
     }
     commit_copies();
   }
+  template <bool NESTED>
   __device__ __forceinline__ void make_scales_of_boxes(int entry) const {
     const ScaleSource& s = p.source;
     Cursor at = units(), ahead = units();
@@ -236,30 +226,39 @@ struct RowsScales {
       barrier_init_fence();
     }
     __syncwarp();
-    for (int pair = 0; pair < 2; pair++) fetch_pair(ahead, more, 2 * pair, pair, entry);
-    const float offset = load_code_values(entry);
+    for (int pair = 0; pair < 2; pair++) fetch_pair<NESTED>(ahead, more, 2 * pair, pair, entry);
+    const float offset = NESTED ? load_code_values(entry) : 0.0f;
     meet_cluster();
     for (uint32_t group = 0; at.advance(); group ^= 1) {
       more = more && ahead.advance();
 #pragma unroll
       for (int pair = 0; pair < 2; pair++) {
-        wait_copies<1>();
-        named_barrier(4, 64);  // the other threads' copies
+        if constexpr (NESTED) {
+          wait_copies<1>();
+          named_barrier(4, 64);  // the other threads' copies
+        }
         barrier_wait(barriers.full_box(pair), group);
         const int row = first_row(at, at.step + 2 * pair, 0), block = block_of(at, at.step + 2 * pair, 0);
         const uint32_t first = row * s.blocks + block, box = smem + TILE::SOURCE_OFFSET + pair * TILE::BOX_BYTES;
         float scale[2][2];  // rows 64 apart, neighbouring codes
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          const uint32_t of = 64 * i + entry, nested = nested_of(first + of * s.blocks) - nested_of(first);
-          const uint32_t codes = load_shared_u32(box + of * kCodeBox + (block & (kCodeBox - 4))) >> (block & 2) * 8;
-          const float factor = load_shared_f32(smem + TILE::NESTED_OFFSET + pair * TILE::NESTED_BYTES + nested * 4);
+          const uint32_t of = 64 * i + entry;
+          if constexpr (NESTED) {
+            const uint32_t nested = nested_of(first + of * s.blocks) - nested_of(first);
+            const uint32_t codes = load_shared_u32(box + of * kCodeBox + (block & (kCodeBox - 4))) >> (block & 2) * 8;
+            const float factor = load_shared_f32(smem + TILE::NESTED_OFFSET + pair * TILE::NESTED_BYTES + nested * 4);
 #pragma unroll
-          for (int j = 0; j < 2; j++) scale[i][j] = nested_scale(code_value(codes >> 8 * j & 255), factor, offset, DType::kFloat32);
+            for (int j = 0; j < 2; j++) scale[i][j] = nested_scale(code_value(codes >> 8 * j & 255), factor, offset, DType::kFloat32);
+          } else {
+            const uint2 scales = load_shared_u64(box + of * kCodeBox + (block & 2) * 4);
+            scale[i][0] = __uint_as_float(scales.x);
+            scale[i][1] = __uint_as_float(scales.y);
+          }
         }
         named_barrier_behind(4, 64, scale[0][0], scale[0][1], scale[1][0], scale[1][1]);  // what was read of the box has arrived
         NYBBLE_DELAY(18);
-        fetch_pair(ahead, more, 2 * pair, pair, entry);
+        fetch_pair<NESTED>(ahead, more, 2 * pair, pair, entry);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           hand_over(2 * pair + i, group, entry, FORWARD ? scale[0][i] : scale[i][0], FORWARD ? scale[1][i] : scale[i][1]);
@@ -268,10 +267,14 @@ struct RowsScales {
     }
   }
 
+  template <bool NESTED>
+  __device__ __forceinline__ void make_scales_of(int entry) const {
+    if (!FORWARD && p.source.boxes) return make_scales_of_boxes<NESTED>(entry);
+    if ((FORWARD || NESTED) && takes_units()) return make_scales_of_units<NESTED>(entry);
+    make_any_scales(entry);
+  }
   __device__ __forceinline__ void make_scales(int entry) const {
-    if (!FORWARD && p.source.code_boxes) return make_scales_of_boxes(entry);
-    if (!takes_units()) return make_any_scales(entry);
-    p.source.nested ? make_scales_of_units<true>(entry) : make_scales_of_units<false>(entry);
+    p.source.nested ? make_scales_of<true>(entry) : make_scales_of<false>(entry);
   }
 };
 

@@ -13,8 +13,8 @@ constexpr int64_t kLargestWeight = int64_t{192} << 20;  // between 27648 x 5120 
 // Columns: path, compute capabilities, tokens, forward, input gradient, least number of weights, record.
 constexpr Threshold kThresholds[] = {
     // H200: the small-M kernel leads up to 32 tokens, on larger weights up to 64 (forward of the largest also from 97 to 128), forward of
-    // the smallest up to 64 (but one token where it has no strips: row kernel). Above, with nested scales, the Hopper kernel with weights
-    // in registers.
+    // the smallest up to 64 (but one token where it has no strips: row kernel). Above, the Hopper kernel with weights in registers, where
+    // it finds scales together.
     {LinearPath::kSmallM, 90, 90, 1, 32, true, true, kLargeWeight, "h200-linear.json"},
     {LinearPath::kSmallM, 90, 90, 33, 64, true, true, kLargerWeight, "h200-linear.json"},
     {LinearPath::kSmallM, 90, 90, 97, 128, true, false, kLargestWeight, "h200-linear.json"},

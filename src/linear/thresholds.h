@@ -20,7 +20,7 @@ struct Threshold {
   int64_t weights_min;     // n * k, inclusive
   const char* record;      // file under benchmarks/records, empty: unmeasured
   bool strips = false;     // small_m: only where it takes strips
-  bool nested = false;     // only for nested scales
+  bool row_pairs = false;  // hopper: only where suits_row_pairs()
 };
 
 std::span<const Threshold> thresholds();

@@ -127,11 +127,17 @@ def test_a_captured_chain_has_the_bits_of_one_that_waits(size, m, forward, grad_
 
 
 @pytest.mark.parametrize("direction", [FORWARD, GRAD_INPUT])
+@pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize(("size", "m"), [(4096, 1), (4096, 4), (8192, 48), (4096, 192), (4096, 1024)])
-def test_a_weight_that_a_kernel_has_just_written_is_read_as_written(size, m, direction):
-    weight = random_weight(size, size, CUDA, 1)
-    parts = weight.packed, weight.state.absmax
-    turns = [torch.randint(0, 256, part.shape, dtype=torch.uint8, device=CUDA) for part in parts]
+def test_a_weight_that_a_kernel_has_just_written_is_read_as_written(size, m, nested, direction):
+    weight = random_weight(size, size, CUDA, 1, nested=nested)
+    absmax = weight.state.absmax if nested else weight.state.absmax.view(torch.int32)
+    parts = weight.packed, absmax
+    # Bytes turn into any others, floats change their fraction.
+    turns = [
+        torch.randint(0, 256 if part.dtype == torch.uint8 else 1 << 23, part.shape, dtype=part.dtype, device=CUDA)
+        for part in parts
+    ]
     x = random_operand(m, size, CUDA, 2)
 
     def turn_and_multiply():

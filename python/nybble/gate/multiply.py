@@ -39,11 +39,13 @@ class Weight:
         return (self.k, self.n) if direction == FORWARD else (self.n, self.k)
 
 
-def random_weight(n: int, k: int, device: torch.device, seed: int, dtype: torch.dtype = torch.bfloat16) -> Weight:
-    """N(0, 1/k) values, quantised on the device."""
+def random_weight(
+    n: int, k: int, device: torch.device, seed: int, dtype: torch.dtype = torch.bfloat16, nested: bool = True
+) -> Weight:
+    """N(0, 1/k) values, quantised on the device. nested: absmax in 8 bits."""
     generator = torch.Generator(device).manual_seed(seed)
     dense = torch.randn(n, k, generator=generator, device=device) * k**-0.5
-    return Weight(*nybble.quantize_4bit(dense.to(dtype), blocksize=BLOCK, quant_type="nf4", compress_statistics=True))
+    return Weight(*nybble.quantize_4bit(dense.to(dtype), blocksize=BLOCK, quant_type="nf4", compress_statistics=nested))
 
 
 def random_operand(m: int, columns: int, device: torch.device, seed: int, dtype=torch.bfloat16) -> torch.Tensor:

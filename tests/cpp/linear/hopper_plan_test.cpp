@@ -309,12 +309,16 @@ TEST(HopperPlan, AFewHundredTokensGoToTilesOfRowPairs) {
   EXPECT_EQ(tile_of(problem(192, 1024, 4096)), HopperTile::kRows96) << "two of a small weight";
   EXPECT_EQ(tile_of(problem(256, 1024, 4096)), HopperTile::kRows128);
   EXPECT_EQ(tile_of(problem(96, 1024, 4096)), HopperTile::kRows96) << "two were not measured";
-  const std::function<void(LinearProblem&)> others[] = {[](LinearProblem& p) { p.nested = false; },
+  LinearProblem plain = problem(256, 14336, 4096);
+  plain.nested = false;
+  EXPECT_TRUE(rows(plain));
+  const std::function<void(LinearProblem&)> others[] = {[](LinearProblem& p) { p.nested = false, p.scales_alignment = 8; },
                                                         [](LinearProblem& p) { p.nested_dtype = DType::kBFloat16; },
                                                         [](LinearProblem& p) { p.block_size = 128; }, [](LinearProblem& p) { p.k = 4160; }};
   for (const auto& change : others) {
     LinearProblem p = problem(256, 14336, 4096);
     change(p);
+    EXPECT_FALSE(suits_row_pairs(p));
     EXPECT_FALSE(rows(p)) << "a way of the scales that was not measured";
   }
 }
@@ -332,9 +336,9 @@ TEST(HopperPlan, NumbersOfTokensBetweenTheTilesGoToSeveralTilesOfRowPairs) {
   }
   for (const int64_t m : {448, 512, 896, 1024, 1536, 2048, 2100}) EXPECT_EQ(tile_of(problem(m, 14336, 4096)), HopperTile::kTokens256) << m;
   EXPECT_EQ(hopper_schedule(plan_hopper(problem(576, 4096, 14336), kH200).variant), HopperSchedule::kStreamK) << "224 steps a tile";
-  LinearProblem plain = problem(576, 14336, 4096);
-  plain.nested = false;
-  EXPECT_LT(tile_of(plain), HopperTile::kRows256) << "a way of the scales that was not measured";
+  LinearProblem other = problem(576, 14336, 4096);
+  other.block_size = 128;
+  EXPECT_LT(tile_of(other), HopperTile::kRows256) << "a way of the scales that was not measured";
 }
 
 // 20 tiles for 66 clusters: three pieces each leave 6 idle, stream-K none. 16 tiles: four pieces each leave 2 idle.
