@@ -21,7 +21,7 @@ constexpr Threshold kThresholds[] = {
     {LinearPath::kHopper, 90, 90, 33, 128, true, true, kLargeWeight, "h200-linear.json", true},
     {LinearPath::kSmallM, 90, 90, 33, 128, true, true, kLargeWeight, "h200-linear.json"},
     {LinearPath::kHopper, 90, 90, 33, 64, true, true, kSmallestWeight, "h200-linear.json", true},
-    {LinearPath::kHopper, 90, 90, 17, 64, false, true, 0, "h200-linear.json", true},
+    {LinearPath::kHopper, 90, 90, 17, 64, false, true, 0, "h200-linear-few.json", true},
     {LinearPath::kSmallM, 90, 90, 1, 64, true, true, 0, "h200-linear.json"},
     // H200, 14336 x 4096, 4096 x 14336, 4096 x 4096: geometric means of each path at each of these M. Up to 16 tokens grad_x costs the row
     // kernel 1.4 and the Hopper kernel 1.05 to 1.15 of the portable one; forward they are within 5% at 8, and Hopper leads at 16.
