@@ -2,10 +2,9 @@
 // row `entry` of both halves of a step. Three ways to the same bits, by what the scales look like:
 //
 //   any     a cp.async a scale, a step at a time
-//   units   blocks of 64 in fp32, k a multiple of 256: forward the scales, or the word of their codes, of four steps; grad_x the word of
-//   the
-//           codes of both halves; fetched at once, a unit of four steps ahead. Lanes are rows of W apart: every fetch is a line of its
-//           own, and a sector
+//   units   blocks of 64 in fp32, k a multiple of 256: what lies together is fetched at once, a unit of four steps ahead: forward the
+//           scales of four steps or the word of their codes, grad_x the word of the codes of both halves. Lanes are rows of W apart: every
+//           fetch is a line of its own, and a sector
 //   boxes   grad_x, k a multiple of 1024, with plain scales of 256: by TMA, 16 bytes of neighbours of each of 128 rows
 #pragma once
 
@@ -221,6 +220,7 @@ struct RowsScales {
     const ScaleSource& s = p.source;
     Cursor at = units(), ahead = units();
     bool more = ahead.advance();
+    NYBBLE_DELAY(22);
     if (entry == 0) {
       for (int pair = 0; pair < 2; pair++) barrier_init(barriers.full_box(pair), 1);
       barrier_init_fence();
@@ -228,6 +228,7 @@ struct RowsScales {
     __syncwarp();
     for (int pair = 0; pair < 2; pair++) fetch_pair<NESTED>(ahead, more, 2 * pair, pair, entry);
     const float offset = NESTED ? load_code_values(entry) : 0.0f;
+    if constexpr (!NESTED) named_barrier(4, 64);  // the other warp waits for boxes: their barriers are there. Nested: in load_code_values()
     meet_cluster();
     for (uint32_t group = 0; at.advance(); group ^= 1) {
       more = more && ahead.advance();

@@ -18,8 +18,8 @@ struct RowsTile {
   static constexpr int THREADS = 384, CHUNKS = TOKENS / kChunkTokens, JOB_ROWS = 64;
   static constexpr int X_BYTES = TOKENS * 128, X_BOX = TOKENS / 2;
   static constexpr int PACKED_BYTES = 2 * JOB_ROWS * 32, SCALE_BYTES = 2 * JOB_ROWS * 4;  // of a step, both halves
-  static constexpr int SOURCE_BYTES = 2 * SCALE_BYTES;                      // steps ahead that codes and nested scales are fetched
-  static constexpr int BOX_BYTES = 128 * kCodeBox, NESTED_BYTES = 240 * 4;  // of two steps: boxes of codes, nested scales
+  static constexpr int SOURCE_BYTES = 2 * SCALE_BYTES;                                    // what scales are made of, fetched steps ahead
+  static constexpr int BOX_BYTES = 128 * kCodeBox, NESTED_BYTES = 240 * 4;                // of two steps: boxes, nested scales
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56;
 
   static constexpr int HIGH_BYTES = 99 * 1024, HIGH_SLOTS = SLOTS < HIGH_BYTES / X_BYTES ? SLOTS : HIGH_BYTES / X_BYTES;
@@ -36,6 +36,7 @@ struct RowsTile {
 
   static_assert(LIST_OFFSET + SegmentList::kBytes <= TABLE_OFFSET && SHARED_BYTES <= kSm90SharedBytes, "shared memory of a CTA");
   static_assert((kMostBoxedBlocks / 2 + 1) * 4 <= NESTED_BYTES);
+  static_assert(2 * 2 * JOB_ROWS * SLOTS * 4 <= SLOTS * SOURCE_BYTES, "plain scales of two units");
   static_assert(2 * BOX_BYTES <= SLOTS * SOURCE_BYTES && X_BYTES == CHUNKS * kChunkBytes && SLOTS >= 4);
   static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 504 && LIST_OFFSET % 16 == 0);
 
