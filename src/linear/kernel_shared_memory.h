@@ -1,4 +1,4 @@
-// Lets a kernel use more than 48 KiB of dynamic shared memory, asked for once a device.
+// Lets a kernel use more than 48 KiB of dynamic shared memory, and says how much of an SM's memory is to be shared memory; once a device.
 #pragma once
 
 #include <algorithm>

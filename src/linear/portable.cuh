@@ -26,6 +26,13 @@
 
 namespace nybble::portable {
 
+// Below compute capability 9.0 loads between two decodes make ptxas keep a pointer in local memory, inside the loop.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kTakesLoadsBetween = false;
+#else
+constexpr bool kTakesLoadsBetween = true;
+#endif
+
 // REPEAT issues every mma so many times: a timing model of slower tensor cores, with wrong results.
 template <Direction DIRECTION, typename T, int BLOCK_M, int BLOCK_N, int WARP_M, int WARP_N, int CTAS_PER_SM, int REPEAT = 1>
 struct Traits {
@@ -37,9 +44,9 @@ struct Traits {
   static constexpr int kWarpsN = BLOCK_N / WARP_N;
   static constexpr int kThreads = BLOCK_M / WARP_M * kWarpsN * 32;
   static constexpr int kDecodeGroups = kThreads / BLOCK_N;  // thread groups that take turns at decoding a stage
-  // A group loads its packed bytes in the stage in which it does not decode: right behind the copies of x they queue up before the
-  // fragments' loads, 2 to 6% of a forward. Grad input takes 10% more time that way.
-  static constexpr bool kFetchesAlone = kForward && kDecodeGroups == 2;
+  // Forward, a group loads its packed bytes in the stage in which it does not decode: with slowed tensor cores 1% less time on an H200, 2
+  // to 5% beside 28 KiB of L1 (benchmarks/records/h200-portable.md). Grad input takes 10% more that way.
+  static constexpr bool kFetchesBetween = kForward && kDecodeGroups == 2 && kTakesLoadsBetween;
   static constexpr int kXBytes = BLOCK_M * 128, kWBytes = BLOCK_N * 128;
   static constexpr int kWOffset = 2 * kXBytes, kCodeOffset = kWOffset + 2 * kWBytes;
   static constexpr int kValueOffset = kCodeOffset + 1024, kScheduleOffset = kValueOffset + 64;
@@ -237,9 +244,9 @@ __device__ __forceinline__ void run_stage(const Params& p, X& x, W& w, Fragments
       x.issue(p, BUFFER, left > 2, BUFFER);
       w.issue(p, BUFFER, left > 2);
       device::commit_copies();
-      if constexpr (DECODES && !C::kFetchesAlone) w.fetch(p, left > 1 + C::kDecodeGroups);
+      if constexpr (DECODES && !C::kFetchesBetween) w.fetch(p, left > 1 + C::kDecodeGroups);
     }
-    if constexpr (!DECODES && C::kFetchesAlone) {
+    if constexpr (!DECODES && C::kFetchesBetween) {
       if (step == 0) w.fetch(p, left > C::kDecodeGroups);
     }
     if (step == 1 && BUFFER == 0) x.advance_two_stages();
@@ -408,7 +415,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm) portable_kernel(co
     if (group == 0) {
       w.build_table(p);
       w.decode(0, 0, 8);
-      if constexpr (!C::kFetchesAlone) w.fetch(p, stages > C::kDecodeGroups);
+      if constexpr (!C::kFetchesBetween) w.fetch(p, stages > C::kDecodeGroups);
     }
     device::wait_copies<1>();
     __syncthreads();

@@ -12,7 +12,8 @@ template <class C, template <class> class X = Activations, template <class> clas
 void launch(const Params& params, int grid, cudaStream_t stream) {
   static SharedMemoryAllowance allowance;
   const auto kernel = portable_kernel<C, X, W>;
-  // Beside 28 KiB of L1 the packed bytes and codes of 128 rows of W push each other out: 6% with slowed tensor cores and k = 14336.
+  // Beside 28 KiB of L1 the packed bytes and codes of 128 rows of W push each other out: with slowed tensor cores and k = 14336 2% more
+  // time (benchmarks/records/h200-portable.md), and a third more with 16 tokens.
   allowance.allow(reinterpret_cast<const void*>(kernel), C::kSharedBytes, C::kCtasPerSm);
   kernel<<<grid, C::kThreads, C::kSharedBytes, stream>>>(params);
   check_launch();
