@@ -38,7 +38,8 @@ constexpr HopperSchedule hopper_schedule(int variant) { return static_cast<Hoppe
 // Empty when the kernel takes the problem, otherwise the reason in words a user understands.
 std::string supports_hopper(const LinearProblem& problem, const DeviceModel& device);
 
-// Whether the tiles kRows* find the scales of several steps together; other scales cost them a fetch each, which was not measured.
+// Whether the tiles kRows* find the scales of several steps together; other scales cost them a fetch each, and the plan leaves them out
+// then.
 bool suits_row_pairs(const LinearProblem& problem);
 
 // Pure. Requires supports_hopper(...) to be empty.

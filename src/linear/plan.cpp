@@ -69,7 +69,7 @@ void validate(const LinearProblem& p) {
 bool covers(const Threshold& row, const LinearProblem& problem, const DeviceModel& device) {
   const bool direction = problem.direction == Direction::kForward ? row.forward : row.backward;
   return direction && row.sm_min <= device.sm && device.sm <= row.sm_max && row.m_min <= problem.m && problem.m <= row.m_max &&
-         problem.n * problem.k >= row.weights_min && (!row.row_pairs || suits_row_pairs(problem));
+         problem.n * problem.k >= row.weights_min;
 }
 
 LinearPlan dequant_plan(const std::string& reason) {

@@ -12,16 +12,17 @@ constexpr int64_t kLargestWeight = int64_t{192} << 20;  // between 27648 x 5120 
 
 // Columns: path, compute capabilities, tokens, forward, input gradient, least number of weights, record.
 constexpr Threshold kThresholds[] = {
-    // H200: the small-M kernel leads up to 32 tokens (grad_x of smaller weights up to 16), on larger weights up to 64 (forward of the
-    // largest also from 97 to 128), forward of the smallest up to 64. Above, the Hopper kernel with weights in registers, where it finds
-    // scales together.
+    // H200: the small-M kernel leads up to 32 tokens (grad_x of smaller weights up to 24, of the smallest up to 16), on larger weights up
+    // to 64 (forward of the largest also from 97 to 128), forward of the smallest up to 64. Above, the Hopper kernel with weights in
+    // registers.
     {LinearPath::kSmallM, 90, 90, 1, 32, true, true, kLargeWeight, "h200-linear.json"},
     {LinearPath::kSmallM, 90, 90, 33, 64, true, true, kLargerWeight, "h200-linear.json"},
     {LinearPath::kSmallM, 90, 90, 97, 128, true, false, kLargestWeight, "h200-linear.json"},
-    {LinearPath::kHopper, 90, 90, 33, 128, true, true, kLargeWeight, "h200-linear.json", true},
+    {LinearPath::kHopper, 90, 90, 33, 128, true, true, kLargeWeight, "h200-linear.json"},
     {LinearPath::kSmallM, 90, 90, 33, 128, true, true, kLargeWeight, "h200-linear.json"},
-    {LinearPath::kHopper, 90, 90, 33, 64, true, true, kSmallestWeight, "h200-linear.json", true},
-    {LinearPath::kHopper, 90, 90, 17, 64, false, true, 0, "h200-linear-few.json", true},
+    {LinearPath::kHopper, 90, 90, 33, 64, true, true, kSmallestWeight, "h200-linear.json"},
+    {LinearPath::kSmallM, 90, 90, 17, 24, false, true, kSmallestWeight, "h200-linear-few.json"},
+    {LinearPath::kHopper, 90, 90, 17, 64, false, true, 0, "h200-linear-few.json"},
     {LinearPath::kSmallM, 90, 90, 1, 64, true, true, 0, "h200-linear.json"},
     // H200, 14336 x 4096, 4096 x 14336, 4096 x 4096: geometric means of each path at each of these M. Up to 16 tokens grad_x costs the row
     // kernel 1.4 and the Hopper kernel 1.05 to 1.15 of the portable one; forward they are within 5% at 8, and Hopper leads at 16.

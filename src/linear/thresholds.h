@@ -19,7 +19,6 @@ struct Threshold {
   bool forward, backward;  // directions of the row
   int64_t weights_min;     // n * k, inclusive
   const char* record;      // file under benchmarks/records, empty: unmeasured
-  bool row_pairs = false;  // hopper: only where suits_row_pairs()
 };
 
 std::span<const Threshold> thresholds();

@@ -312,6 +312,8 @@ TEST(HopperPlan, AFewHundredTokensGoToTilesOfRowPairs) {
   LinearProblem plain = problem(256, 14336, 4096);
   plain.nested = false;
   EXPECT_TRUE(rows(plain));
+  plain.direction = Direction::kGradInput;
+  EXPECT_TRUE(rows(plain));
   const std::function<void(LinearProblem&)> others[] = {[](LinearProblem& p) { p.nested = false, p.scales_alignment = 8; },
                                                         [](LinearProblem& p) { p.nested_dtype = DType::kBFloat16; },
                                                         [](LinearProblem& p) { p.block_size = 128; }, [](LinearProblem& p) { p.k = 4160; }};
@@ -336,6 +338,9 @@ TEST(HopperPlan, NumbersOfTokensBetweenTheTilesGoToSeveralTilesOfRowPairs) {
   }
   for (const int64_t m : {448, 512, 896, 1024, 1536, 2048, 2100}) EXPECT_EQ(tile_of(problem(m, 14336, 4096)), HopperTile::kTokens256) << m;
   EXPECT_EQ(hopper_schedule(plan_hopper(problem(576, 4096, 14336), kH200).variant), HopperSchedule::kStreamK) << "224 steps a tile";
+  LinearProblem plain = problem(576, 14336, 4096);
+  plain.nested = false;
+  EXPECT_EQ(tile_of(plain), HopperTile::kRows192);
   LinearProblem other = problem(576, 14336, 4096);
   other.block_size = 128;
   EXPECT_LT(tile_of(other), HopperTile::kRows256) << "a way of the scales that was not measured";
