@@ -157,10 +157,11 @@ def test_fused_and_dequant_agree_within_rounding_and_say_what_ran():
     assert relative_error(y, exact) <= 1.05 * relative_error(dense, exact)
 
 
+@pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("direction", [FORWARD, GRAD_INPUT])
-def test_batch_invariant_rows_have_the_same_bits_whatever_tile_their_number_takes(direction, dtype):
-    weight = random_weight(8192, 8192, torch.device("cuda"), seed=1, dtype=dtype)
+def test_batch_invariant_rows_have_the_same_bits_whatever_tile_their_number_takes(direction, dtype, nested):
+    weight = random_weight(8192, 8192, torch.device("cuda"), seed=1, dtype=dtype, nested=nested)
     counts = (1, 3, 64, 65, 96, 97, 128, 129, 160, 192, 193, 256, 257, 300, 384, 512, 513, 640, 1000, 2100)
     operand = random_operand(counts[-1], weight.columns(direction)[0], torch.device("cuda"), 2, dtype)
     operand[1], operand[2] = 0, -0.0  # the sign of a sum of zeros, too

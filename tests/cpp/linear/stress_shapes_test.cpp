@@ -100,6 +100,16 @@ TEST(StressShapes, EveryVariantComesUpInBothDirections) {
   }
 }
 
+// Which of their ways row pairs fetch plain scales by depends on where these lie.
+TEST(StressShapes, PlainScalesOfRowPairsLieAtMultiplesOfSixteenBytesAndElsewhere) {
+  std::set<std::pair<bool, Direction>> seen;
+  for (uint64_t seed = 0; seed < 500; seed++) {
+    const LinearProblem p = draw_case(seed, Kernels::kHopperRows, h200(), 1.0).problem;
+    if (!p.nested && p.block_size == 64 && p.k % 256 == 0) seen.insert({suits_row_pairs(p), p.direction});
+  }
+  EXPECT_EQ(seen.size(), 4u);
+}
+
 TEST(StressShapes, KernelsThatTheCardLacksAreAnErrorWithTheReason) {
   DeviceModel ampere{"A card", 86, 28, 4 << 20, 101376};
   EXPECT_THROW(

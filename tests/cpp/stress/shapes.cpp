@@ -77,14 +77,20 @@ void draw_shape(Random& random, Kernels kernels, LinearProblem& p) {
   }
 }
 
-// Offsets of the operands and the strides and alignments that follow from them.
-void place(Random& random, bool odd, Case& c) {
+bool is_hopper(Kernels kernels) {
+  return kernels == Kernels::kHopper || kernels == Kernels::kHopperRows || kernels == Kernels::kHopperRows96And160;
+}
+
+// Offsets of the operands and the strides and alignments that follow from them. Plain scales of the Hopper kernels may lie at any float.
+void place(Random& random, Kernels kernels, Case& c) {
   LinearProblem& p = c.problem;
+  const bool odd = kernels == Kernels::kPortable && random.one_in(3);
+  const bool any_float = odd || (is_hopper(kernels) && !p.nested && random.one_in(3));
   const auto offset = [&](int64_t grain) { return random.in(0, kPoolSlack / grain - 1) * grain; };
   c.in_offset = offset(odd ? 2 : 16);
   c.packed_offset = offset(odd ? 1 : 16);
   c.codes_offset = offset(odd ? 1 : 16);
-  c.scales_offset = offset(odd ? 4 : 16);
+  c.scales_offset = offset(any_float ? 4 : 16);
   c.bias_offset = offset(2);
   if (random.one_in(3)) c.in_row_stride = c.reduction() + (odd ? random.in(0, 40) : (8 - c.reduction() % 8) % 8 + 8 * random.in(0, 8));
   p.x_row_stride = c.in_row_stride;
@@ -138,7 +144,7 @@ LinearPlan draw_plan(Random& random, Kernels kernels, const LinearProblem& p, co
   if (kernels == Kernels::kRow) return plan_row(p, device);
   if (kernels == Kernels::kStrips) return plan_strip(p, device);
   if (kernels == Kernels::kSmallM) return plan_small_m_tiles(p, device);
-  if (kernels == Kernels::kHopper || kernels == Kernels::kHopperRows || kernels == Kernels::kHopperRows96And160) {
+  if (is_hopper(kernels)) {
     return plan_hopper_as(p, device,
                           {draw_tile(random, kernels), static_cast<HopperSchedule>(random.in(0, kHopperSchedules - 1)),
                            static_cast<HopperScales>(random.in(0, kHopperScales - 1)), static_cast<int>(random.in(1, 6))});
@@ -177,7 +183,7 @@ Case draw_case(uint64_t seed, Kernels kernels, const DeviceModel& device, double
     c.seed = seed;
     draw_format(random, c.problem);
     draw_shape(random, kernels, c.problem);
-    place(random, kernels == Kernels::kPortable && random.one_in(3), c);
+    place(random, kernels, c);
     if (!fits(c, size)) continue;
     const DeviceModel model = draw_device(random, device);
     reason = refusal(kernels, c.problem, model);
